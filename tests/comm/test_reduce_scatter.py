@@ -1,0 +1,227 @@
+"""The gradients' collective on real gloo ranks, without FSDP2."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+import zeropp
+from tests.ranks import Ranks
+from zeropp.comm import Ledger, ReduceScatter, Scratch, Wire
+from zeropp.comm.reduce_scatter import scale_of
+from zeropp.topology import Topology
+
+LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]
+# Largest error of one encoding, in units of the largest magnitude of its block: half a step, or a whole one
+# where int4 clips the side opposite to the extreme.
+HALF_STEP = {"none": 1e-6, "bf16": 2.0**-9, "int8": 0.51 / 127, "int4": 1.02 / 8}
+
+
+def make_reduce_scatter(config: zeropp.Config) -> ReduceScatter:
+    group = dist.group.WORLD
+    assert group is not None
+    topology = Topology.of(group, config.node_size)
+    hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
+    wire = Wire("unit", topology, Ledger(), Scratch())
+    return ReduceScatter(wire, hops[::-1], config, gradients_dropped=lambda: False)
+
+
+def gradients_of(rank: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(7919 * seed + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def reduce_once(comm: ReduceScatter, full: Tensor, op: Any) -> Tensor:
+    out = torch.full((full.numel() // dist.get_world_size(),), math.nan, dtype=full.dtype)
+    comm(output_tensor=out, input_tensor=full, group=dist.group.WORLD, op=op)  # type: ignore[arg-type]
+    return out
+
+
+def _reduce(config: zeropp.Config, shard_numel: int, dtype: torch.dtype, op_name: str, seed: int) -> Tensor:
+    op = {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM, "premul": ReduceOp.PREMUL_SUM(0.125)}[op_name]
+    comm = make_reduce_scatter(config)
+    full = gradients_of(dist.get_rank(), dist.get_world_size() * shard_numel, dtype, seed)
+    before = full.clone()
+    out = reduce_once(comm, full, op)
+    assert torch.equal(full, before)
+    return out
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    shard_numel=st.sampled_from([1, 2, 31, 127, 128, 129, 1009]) | st.integers(1, 600),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    codecs=st.tuples(*[st.sampled_from(["none", "bf16", "int8", "int4"])] * 2),
+    op=st.sampled_from(["avg", "sum", "premul"]),
+    block_size=st.sampled_from([32, 128, 1024]),
+    seed=st.integers(0, 1000),
+)
+def test_error_is_within_the_bound_of_the_codecs(
+    ranks: Ranks,
+    layout: tuple[int, int],
+    shard_numel: int,
+    dtype: torch.dtype,
+    codecs: tuple[Any, Any],
+    op: str,
+    block_size: int,
+    seed: int,
+) -> None:
+    nodes, per_node = layout
+    world = nodes * per_node
+    config = zeropp.Config(
+        gradients_in_node=codecs[0], gradients_across=codecs[1], block_size=block_size, node_size=per_node
+    )
+    results = ranks.run(_reduce, config, shard_numel, dtype, op, seed, world=world)
+    inputs = [gradients_of(rank, world * shard_numel, dtype, seed).double() for rank in range(world)]
+    factor = {"avg": 1 / world, "sum": 1.0, "premul": 0.125}[op]
+    exact = torch.stack(inputs).sum(0) * factor
+    largest = max(x.abs().max().item() for x in inputs) * factor * world
+    first = HALF_STEP[codecs[0]] if per_node > 1 else 0.0
+    second = HALF_STEP[codecs[1]] if nodes > 1 else 0.0
+    bound = largest * (first + second * (1 + first) + torch.finfo(dtype).eps)
+    error = (torch.cat(results).double() - exact).abs().max().item()
+    assert error <= bound
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_result_is_the_true_mean_whatever_the_number_of_ranks(
+    ranks: Ranks, layout: tuple[int, int]
+) -> None:
+    """Fault 1 of the reference implementation: its result is too large by the number of local ranks."""
+    nodes, per_node = layout
+    world = nodes * per_node
+    config = zeropp.Config(gradients_in_node="none", gradients_across="none", node_size=per_node)
+    result = torch.cat(ranks.run(_reduce, config, 100, torch.float32, "avg", 0, world=world))
+    exact = torch.stack([gradients_of(rank, world * 100, torch.float32, 0) for rank in range(world)]).mean(0)
+    torch.testing.assert_close(result, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [zeropp.Config(node_size=2), zeropp.Config.paper(node_size=2)])
+def test_the_error_has_no_bias(ranks: Ranks, config: zeropp.Config) -> None:
+    numel = 50_000
+    result = torch.cat(ranks.run(_reduce, config, numel, torch.float32, "avg", 3))
+    exact = torch.stack([gradients_of(rank, 4 * numel, torch.float32, 3) for rank in range(4)]).mean(0)
+    error = (result - exact).double()
+    standard_error = error.std().item() / math.sqrt(error.numel())
+    assert abs(error.mean().item()) < 4 * standard_error
+    gain = (result.double() @ exact.double() / (exact.double() @ exact.double())).item()
+    assert gain == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_default_is_more_exact_than_the_paper(ranks: Ranks) -> None:
+    exact = torch.stack([gradients_of(rank, 4 * 9973, torch.float32, 5) for rank in range(4)]).mean(0)
+    errors = {
+        name: (torch.cat(ranks.run(_reduce, config, 9973, torch.float32, "avg", 5)) - exact).norm()
+        / exact.norm()
+        for name, config in {
+            "ours": zeropp.Config(node_size=2),
+            "paper": zeropp.Config.paper(node_size=2),
+            "wire16": zeropp.Config.wire16(node_size=2),
+        }.items()
+    }
+    assert errors["wire16"] < 0.01 < errors["ours"] < 0.12 < errors["paper"] < 0.2
+
+
+def _reduce_with(bad: float, position: int, config: zeropp.Config) -> Tensor:
+    comm = make_reduce_scatter(config)
+    full = gradients_of(dist.get_rank(), 4 * 300, torch.float32, 0)
+    if dist.get_rank() == 3:
+        full[position] = bad
+    return reduce_once(comm, full, ReduceOp.AVG)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["default", "paper", "wire16"])
+def test_what_is_not_finite_arrives_where_it_belongs(ranks: Ranks, bad: float, name: str) -> None:
+    """Fault 3: a NaN vanishes in the reference implementation's quantizer."""
+    config = {
+        "default": zeropp.Config(node_size=2),
+        "paper": zeropp.Config.paper(node_size=2),
+        "wire16": zeropp.Config.wire16(node_size=2),
+    }[name]
+    owner, offset = 1, 140  # in the second block of rank 1's shard
+    results = ranks.run(_reduce_with, bad, owner * 300 + offset, config)
+    for rank, result in enumerate(results):
+        assert result.isfinite().all() == (rank != owner)
+    assert not results[owner][offset].isfinite()
+    assert results[owner][:128].isfinite().all()  # other blocks are not touched
+
+
+def _accumulate(node_size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    exact = zeropp.Config(gradients_in_node="none", gradients_across="none", node_size=node_size)
+    comm = make_reduce_scatter(exact)
+    world, numel = dist.get_world_size(), 77
+    outputs = []
+    for step in range(3):
+        comm.sync_across = step == 2
+        outputs.append(
+            reduce_once(comm, gradients_of(dist.get_rank(), world * numel, dtype, step), ReduceOp.AVG)
+        )
+    again = reduce_once(comm, gradients_of(dist.get_rank(), world * numel, dtype, 9), ReduceOp.AVG)
+    return outputs, again
+
+
+@pytest.mark.parametrize(("node_size", "world"), [(2, 4), (1, 3), (3, 6), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulation_sums_in_fp32_and_starts_over(
+    ranks: Ranks, node_size: int, world: int, dtype: torch.dtype
+) -> None:
+    def mean(seed: int) -> Tensor:
+        return torch.stack(
+            [gradients_of(rank, world * 77, dtype, seed).double() for rank in range(world)]
+        ).mean(0)
+
+    for rank, (outputs, again) in enumerate(ranks.run(_accumulate, node_size, dtype, world=world)):
+        mine = slice(rank * 77, (rank + 1) * 77)
+        if node_size == world:  # one node: nothing to put off
+            expected = [mean(step)[mine] for step in range(3)]
+        else:
+            expected = [torch.zeros(77), torch.zeros(77), (mean(0) + mean(1) + mean(2))[mine]]
+        for got, want in zip([*outputs, again], [*expected, mean(9)[mine]], strict=True):
+            torch.testing.assert_close(
+                got, want.to(dtype), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+            )
+
+
+def _changed_layout() -> str:
+    comm = make_reduce_scatter(zeropp.Config(node_size=2))
+    comm.sync_across = False
+    reduce_once(comm, gradients_of(0, 4 * 10, torch.float32, 0), ReduceOp.AVG)
+    with pytest.raises(RuntimeError) as error:
+        reduce_once(comm, gradients_of(0, 4 * 11, torch.float32, 0), ReduceOp.AVG)
+    return str(error.value)
+
+
+def test_a_changed_layout_during_accumulation_is_an_error(ranks: Ranks) -> None:
+    assert all("reduces 11 elements per rank" in message for message in ranks.run(_changed_layout))
+
+
+def _double_gradients() -> Tensor:
+    return reduce_once(
+        make_reduce_scatter(zeropp.Config(node_size=2)),
+        torch.arange(8, dtype=torch.float64) * (dist.get_rank() + 1),
+        ReduceOp.SUM,
+    )
+
+
+def test_fp64_is_not_squeezed_through_fp32(ranks: Ranks) -> None:
+    assert torch.equal(torch.cat(ranks.run(_double_gradients)), torch.arange(8, dtype=torch.float64) * 10)
+
+
+def test_scale_of_an_unknown_operation() -> None:
+    with pytest.raises(ValueError, match="FSDP2 uses AVG, SUM or PREMUL_SUM"):
+        scale_of(ReduceOp.MAX, 4)

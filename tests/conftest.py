@@ -1,0 +1,13 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Six real ranks, shared by all tests."""
+    pool = Ranks(6, tmp_path_factory.mktemp("rendezvous"))
+    yield pool
+    pool.close()

@@ -1,0 +1,129 @@
+"""The ledger: what this rank sent, per unit, collective and hop. Always on; one dict update per hop.
+
+Bytes are what the algorithm puts on the wire, without packet headers. An all-gather over m ranks is a ring:
+each rank sends m - 1 pieces, all of them to its successor. An all-to-all sends one piece to every other rank.
+NCCL may choose another algorithm; totals stay the same, the share of a link may not. What a flat ring sends
+from node to node is counted for the node and divided evenly among its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import StringIO
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+Collective = Literal["all_gather", "reduce_scatter"]
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes sent by this rank."""
+
+    calls: int = 0
+    wire_bytes: int = 0
+    across_bytes: int = 0
+    """The part of `wire_bytes` that left this rank's node."""
+
+    def add(self, other: Traffic) -> None:
+        self.calls += other.calls
+        self.wire_bytes += other.wire_bytes
+        self.across_bytes += other.across_bytes
+
+
+@dataclass(frozen=True)
+class Key:
+    unit: str
+    collective: Collective
+    hop: str
+
+
+class Ledger:
+    """Counts per (unit, collective, hop), and beside them what 16-bit FSDP2 would have sent.
+
+    >>> ledger = Ledger()
+    >>> ledger.record("layers.0", "all_gather", "across", wire_bytes=100, across_bytes=100)
+    >>> ledger.record_baseline("layers.0", "all_gather", wire_bytes=600, across_bytes=600)
+    >>> ledger.total(hop="across").wire_bytes, ledger.baseline_total().wire_bytes
+    (100, 600)
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[Key, Traffic] = {}
+        self._baseline: dict[Key, Traffic] = {}
+
+    def record(
+        self, unit: str, collective: Collective, hop: str, *, wire_bytes: int, across_bytes: int
+    ) -> None:
+        traffic = self._sent.setdefault(Key(unit, collective, hop), Traffic())
+        traffic.add(Traffic(1, wire_bytes, across_bytes))
+
+    def record_baseline(
+        self, unit: str, collective: Collective, *, wire_bytes: int, across_bytes: int
+    ) -> None:
+        """What FSDP2 with a 16-bit wire would have sent for a call that FSDP2 has just made."""
+        traffic = self._baseline.setdefault(Key(unit, collective, "fsdp2-16bit"), Traffic())
+        traffic.add(Traffic(1, wire_bytes, across_bytes))
+
+    def rows(self) -> Iterator[tuple[Key, Traffic]]:
+        """Every counter, in order of first use."""
+        yield from self._sent.items()
+
+    def total(
+        self, *, unit: str | None = None, collective: Collective | None = None, hop: str | None = None
+    ) -> Traffic:
+        """The sum over all counters that match."""
+        return _sum(self._sent, unit, collective, hop)
+
+    def baseline_total(self, *, unit: str | None = None, collective: Collective | None = None) -> Traffic:
+        """What 16-bit FSDP2 would have sent for the same calls."""
+        return _sum(self._baseline, unit, collective, None)
+
+    def reset(self) -> None:
+        """Start counting from zero, for instance after a warm-up step."""
+        self._sent.clear()
+        self._baseline.clear()
+
+    def table(self) -> str:
+        """Calls and bytes per collective and hop, and the same for 16-bit FSDP2, as text."""
+        table = Table(title="sent by this rank")
+        for column in ("collective", "hop"):
+            table.add_column(column)
+        for column in ("calls", "wire bytes", "across nodes", "16-bit FSDP2, across", "less by"):
+            table.add_column(column, justify="right")
+        for collective in dict.fromkeys(key.collective for key in (*self._sent, *self._baseline)):
+            for hop in dict.fromkeys(key.hop for key in self._sent if key.collective == collective):
+                sent = self.total(collective=collective, hop=hop)
+                table.add_row(
+                    collective, hop, str(sent.calls), f"{sent.wire_bytes:,}", f"{sent.across_bytes:,}"
+                )
+            sent, baseline = self.total(collective=collective), self.baseline_total(collective=collective)
+            table.add_row(
+                collective, "all", f"({baseline.calls})", *_against(sent, baseline), end_section=True
+            )
+        table.add_row("total", "", "", *_against(self.total(), self.baseline_total()))
+        return render(table)
+
+
+def render(table: Table) -> str:
+    """A rich table as plain text, wide enough not to cut names."""
+    console = Console(file=StringIO(), width=160, no_color=True)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def _against(sent: Traffic, baseline: Traffic) -> tuple[str, str, str, str]:
+    ratio = f"{baseline.across_bytes / sent.across_bytes:.2f}x" if sent.across_bytes else "-"
+    return (f"{sent.wire_bytes:,}", f"{sent.across_bytes:,}", f"{baseline.across_bytes:,}", ratio)
+
+
+def _sum(counters: dict[Key, Traffic], unit: str | None, collective: str | None, hop: str | None) -> Traffic:
+    total = Traffic()
+    for key, traffic in counters.items():
+        if unit in (None, key.unit) and collective in (None, key.collective) and hop in (None, key.hop):
+            total.add(traffic)
+    return total

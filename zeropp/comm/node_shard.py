@@ -1,0 +1,114 @@
+"""The node shard (hpZ's secondary partition): the encoded weights that hop A left behind, and whether they
+may be used again.
+
+[Note: Freshness]
+A rank that reuses its node shard skips a collective, so all ranks of a group must decide alike. They decide
+on `fresh`, which changes only where all ranks do the same thing: a gather fills it; an optimizer step, a
+state-dict load or `invalidate()` clears it. Never on the content of a tensor, which differs between ranks.
+
+Weights changed in another way (under no_grad, through `p.data`, by a load straight into the tensors) would be
+trained on stale. So each reuse compares a fingerprint of the rank's own shard with the one it was encoded
+from. A mismatch is an error: raised at once on CPU; on devices with streams flagged on the device, without a
+host synchronization, and raised by `raise_if_stale` at the next optimizer step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .wire import empty_for_keeps
+
+FINGERPRINT_LANES = 1021  # a prime, so that moved rows of a matrix land in other lanes
+
+
+class StaleWeightsError(RuntimeError):
+    """Weights changed without zeropp being told, while a node shard of the old ones was in use."""
+
+
+class NodeShard:
+    """Kept bytes of one unit [columns of the node, row_bytes], with the fingerprint of their source."""
+
+    def __init__(self, unit: str, *, check_on_host: bool | None = None) -> None:
+        self.unit = unit
+        self.fresh = False
+        self._check_on_host = check_on_host
+        self._kept: Tensor | None = None
+        self._fingerprint: Tensor | None = None
+        self._mismatch: Tensor | None = None
+        self._last_use: torch.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._kept is None else self._kept.numel()
+
+    def buffer(self, rows: int, row_bytes: int, device: torch.device) -> Tensor:
+        """The kept bytes, [rows, row_bytes], ordered after their last use on any stream."""
+        nbytes = rows * row_bytes
+        if self._kept is None or self._kept.numel() != nbytes or self._kept.device != device:
+            self._kept = empty_for_keeps(nbytes, device)
+            self._last_use = None
+        if self._last_use is not None:
+            torch.accelerator.current_stream().wait_event(self._last_use)
+        return self._kept.view(rows, row_bytes)
+
+    def used(self) -> None:
+        """Mark the end of a use on the current stream; see `buffer`."""
+        assert self._kept is not None
+        if self._kept.device.type != "cpu":
+            self._last_use = torch.accelerator.current_stream().record_event()
+
+    def filled_from(self, shard: Tensor) -> None:
+        """The buffer now holds the encoded `shard` and its peers."""
+        self._fingerprint = fingerprint(shard)
+        self.fresh = True
+
+    def check(self, shard: Tensor) -> None:
+        """Compare `shard` with what the kept bytes were encoded from; see [Note: Freshness]."""
+        assert self._fingerprint is not None
+        now = fingerprint(shard)
+        mismatch = (
+            torch.ones((), dtype=torch.bool, device=shard.device)
+            if now.shape != self._fingerprint.shape
+            else (now != self._fingerprint).any()
+        )
+        self._mismatch = mismatch if self._mismatch is None else self._mismatch | mismatch
+        on_host = shard.device.type == "cpu" if self._check_on_host is None else self._check_on_host
+        if on_host:
+            self.raise_if_stale()
+
+    def raise_if_stale(self) -> None:
+        """Raise if a check has failed. Reads the flag from the device."""
+        if self._mismatch is not None and bool(self._mismatch):
+            raise StaleWeightsError(
+                f"the weights of unit '{self.unit}' changed since they were last sent, and zeropp was not "
+                "told, so this gather would have used the old ones. Optimizer steps and load_state_dict are "
+                "noticed by themselves; after any other change to parameters (an edit under no_grad, p.data, "
+                "a checkpoint loaded straight into the tensors) call invalidate() on every rank"
+            )
+        self._mismatch = None
+
+    def invalidate(self) -> None:
+        """The next gather sends the weights again. The memory is kept for it."""
+        self.fresh = False
+        self._mismatch = None
+
+
+def fingerprint(shard: Tensor) -> Tensor:
+    """A short vector of bytes that changes when `shard` does; half the cost of a copy.
+
+    The shard as 64-bit words, [rows, lanes], summed (modulo 2^64) over rows; what does not fill a row, or
+    lies before the first aligned word, is kept as it is.
+
+    >>> x = torch.randn(5000)
+    >>> before = fingerprint(x)
+    >>> x[1234] += 1e-3
+    >>> bool((fingerprint(x) == before).all())
+    False
+    """
+    raw = shard.contiguous().view(torch.uint8)
+    head = min(-raw.storage_offset() % 8, raw.numel())
+    row = 8 * FINGERPRINT_LANES
+    body = (raw.numel() - head) // row * row
+    lanes = raw[head : head + body].view(torch.int64).view(-1, FINGERPRINT_LANES).sum(0)
+    return torch.cat([lanes.view(torch.uint8), raw[:head], raw[head + body :]])

@@ -1,0 +1,107 @@
+"""The wire of one unit: runs the collective of a hop, counts it in the ledger, labels it for the profiler."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.profiler import record_function
+
+from ..topology import Hop, Topology
+from .ledger import Collective, Ledger
+
+
+class Scratch:
+    """Buffers that are used again by every unit, one after the other.
+
+    On CPU a fresh tensor costs page faults, more than filling it. Devices with streams have a caching
+    allocator that already reuses memory, and knows about streams, so there the buffers are fresh.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tag: str, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device) -> Tensor:
+        """A buffer with arbitrary content. Valid until the next `take` of the same tag."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        buffer = self._buffers.get(tag)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[tag] = empty_for_keeps(nbytes, device)
+        return buffer[:nbytes].view(dtype).view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+
+def empty_for_keeps(nbytes: int, device: torch.device) -> Tensor:
+    """Bytes that outlive the call: never an inference tensor, which training could not write to later."""
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What the comms of one unit share."""
+
+    unit: str
+    topology: Topology
+    ledger: Ledger
+    scratch: Scratch
+
+    def all_gather(self, hop: Hop, group: ProcessGroup, piece: Tensor, out: Tensor) -> None:
+        """out [hop.size, *piece.shape] = the pieces of all members, in order of rank."""
+        with record_function(f"zeropp::all_gather.{hop.name} ({self.unit})"):
+            dist.all_gather_single(out.view(-1), piece.view(-1), group=hop.group or group)
+        self.count_ring("all_gather", hop.name, hop.size, piece.numel() * piece.itemsize)
+
+    def all_to_all(self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor) -> None:
+        """out[k] = what member k had in pieces[own rank]; both [hop.size, ...]."""
+        with record_function(f"zeropp::reduce_scatter.{hop.name} ({self.unit})"):
+            dist.all_to_all_single(out.view(-1), pieces.view(-1), group=hop.group or group)
+        piece_bytes = pieces.numel() * pieces.itemsize // hop.size
+        node = self.topology.node_of[self.topology.rank]
+        others_across = {
+            "in-node": 0,
+            "across": hop.size - 1,
+            "flat": sum(other != node for other in self.topology.node_of),
+        }[hop.name]
+        self.ledger.record(
+            self.unit,
+            "reduce_scatter",
+            hop.name,
+            wire_bytes=(hop.size - 1) * piece_bytes,
+            across_bytes=others_across * piece_bytes,
+        )
+
+    def count_ring(self, collective: Collective, hop_name: str, size: int, piece_bytes: int) -> None:
+        """Record a ring over `size` ranks in which every rank passes on all pieces but one."""
+        wire_bytes = (size - 1) * piece_bytes
+        across_bytes = {"in-node": 0, "across": wire_bytes}.get(hop_name, self._ring_share_across(wire_bytes))
+        self.ledger.record(self.unit, collective, hop_name, wire_bytes=wire_bytes, across_bytes=across_bytes)
+
+    def count_baseline(self, collective: Collective, shard_numel: int) -> None:
+        """Record what 16-bit FSDP2 would have sent for this call: a flat ring of 2-byte elements."""
+        wire_bytes = (self.topology.size - 1) * shard_numel * 2
+        self.ledger.record_baseline(
+            self.unit, collective, wire_bytes=wire_bytes, across_bytes=self._ring_share_across(wire_bytes)
+        )
+
+    def _ring_share_across(self, wire_bytes: int) -> int:
+        """This rank's share of what a flat ring sends out of its node, if each rank sends `wire_bytes`.
+
+        Only ranks whose successor is on another node send across. Which ones they are is an accident of
+        numbering, so the node's total is divided evenly.
+        """
+        node_of, mine = self.topology.node_of, self.topology.node_of[self.topology.rank]
+        leaving = sum(
+            node == mine and successor != mine
+            for node, successor in zip(node_of, (*node_of[1:], node_of[0]), strict=True)
+        )
+        return wire_bytes * leaving // node_of.count(mine)

@@ -1,0 +1,328 @@
+"""`apply`, and the `ZeroPP` it returns: which unit is treated how, and what happens to the model meanwhile.
+
+[Note: What tells us that weights changed]
+Optimizer steps: torch's global step hooks; only units with a parameter in that optimizer count, and of those
+only what it can change, so frozen units are sent once and never again. State-dict loads: a hook on every
+module that owns a parameter of the unit. Anything else: `ZeroPP.invalidate()`. `tensor._version` is no help:
+foreach and fused optimizers do not move it.
+
+[Note: Lifetime]
+FSDP2 holds our comms, our comms hold their `ZeroPP` (as `owner`), torch's global hooks hold it only weakly.
+When the model goes, everything goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .comm import AllGather, Ledger, ReduceScatter, Scratch, Wire
+from .comm.ledger import render
+from .config import Config
+from .fsdp import Unit, find_units
+from .quant import QUANTIZABLE_DTYPES
+from .topology import Topology
+
+logger = logging.getLogger("zeropp")
+
+
+@dataclass
+class Treatment:
+    """How one unit is treated."""
+
+    unit: Unit
+    config: Config
+    topology: Topology | None = None
+    comms: tuple[AllGather, ReduceScatter] | None = None
+    left_alone: str | None = None
+    """Why FSDP2's own comms stay in place, or None."""
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self) -> dict[str, str]:
+        """What the unit sends, in words; the columns of `ZeroPP.summary`."""
+        row = {"unit": self.unit.name, "parameters": f"{sum(p.numel() for p in self.unit.params):,}"}
+        if self.comms is None or self.topology is None:
+            why = f"left alone: {self.left_alone}" if self.left_alone else "removed"
+            return row | {
+                "nodes": "",
+                "weights": "FSDP2",
+                "kept bytes": "",
+                "gradients": "FSDP2",
+                "notes": why,
+            }
+        weights, gradients = self.comms
+        return row | {
+            "nodes": self.topology.describe(),
+            "weights": " -> ".join(f"{weights.codec_name} {hop.name}" for hop in weights.hops),
+            "kept bytes": f"{weights.node_shard.nbytes:,}" if weights.node_shard else "-",
+            "gradients": " -> ".join(
+                f"{gradients.codec_names[hop.name]} {hop.name}" for hop in gradients.hops
+            ),
+            "notes": "; ".join(self.notes),
+        }
+
+
+class ZeroPP:
+    """zeropp on one model. Made by `apply`."""
+
+    def __init__(
+        self, config: Config, overrides: Mapping[str, Config], treatments: list[Treatment], ledger: Ledger
+    ) -> None:
+        self.config = config
+        self.overrides = dict(overrides)
+        self.treatments = treatments
+        self.ledger = ledger
+        """What this rank sent, per unit, collective and hop."""
+        self._handles: list[Any] = []
+        self._accumulates = False
+
+    def summary(self) -> str:
+        """What every unit sends, and how, or why it was left alone; as text."""
+        rows = [treatment.describe() for treatment in self.treatments]
+        table = Table(title=f"zeropp on {len(rows)} units")
+        for column in rows[0]:
+            table.add_column(column, justify="right" if column in ("parameters", "kept bytes") else "left")
+        for row in rows:
+            table.add_row(*row.values())
+        return render(table)
+
+    def invalidate(self) -> None:
+        """Say that weights were changed by other means than an optimizer step or `load_state_dict`.
+
+        The next gather of every unit sends the weights across nodes again. Call it on every rank.
+        """
+        for _, all_gather, _ in self._installed():
+            all_gather.invalidate()
+
+    def set_requires_cross_node_sync(self, requires_sync: bool) -> None:
+        """Turn cross-node gradient traffic off for all but the last micro-batch of a step.
+
+        While off, gradients are reduced inside the node only and add up there in fp32. Turn it on again
+        before the last micro-batch's backward; an optimizer step with gradients still pending is an error.
+
+            for i, batch in enumerate(micro_batches):
+                zpp.set_requires_cross_node_sync(i == len(micro_batches) - 1)
+                model(batch).backward()
+            optimizer.step()
+
+        `zero_grad()` drops pending gradients with the rest; with `set_to_none=False` it cannot, and
+        `drop_pending_gradients()` must be called beside it. From the first call on, a parameter that gets no
+        gradient at all has gradient zero instead of None (FSDP2's `set_reduce_scatter_unused_params`): all
+        micro-batches must agree on what they send.
+        """
+        if not requires_sync and not self._accumulates:
+            self._accumulates = True
+            self._prepare_to_accumulate()
+        for _, _, reduce_scatter in self._installed():
+            reduce_scatter.sync_across = requires_sync
+
+    def drop_pending_gradients(self) -> None:
+        """Forget gradients accumulated without cross-node sync. `zero_grad()` does it by itself."""
+        for _, _, reduce_scatter in self._installed():
+            reduce_scatter.pending = None
+
+    def remove(self) -> None:
+        """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
+        pending = [
+            t.unit.name for t, _, reduce_scatter in self._installed() if reduce_scatter.pending is not None
+        ]
+        if pending:
+            raise RuntimeError(
+                f"gradients of {', '.join(pending)} are still pending without cross-node sync; run the last "
+                "micro-batch with set_requires_cross_node_sync(True), or call drop_pending_gradients()"
+            )
+        for treatment, _, _ in self._installed():
+            treatment.unit.restore()
+            treatment.comms = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _install(self) -> None:
+        for treatment, all_gather, reduce_scatter in self._installed():
+            all_gather.owner = self
+            treatment.unit.install(all_gather, reduce_scatter)
+            self._handles += treatment.unit.on_load(all_gather.invalidate)
+        step_hooks = [
+            register_optimizer_step_pre_hook(_on_step(weakref.ref(self), ZeroPP._before_step)),
+            register_optimizer_step_post_hook(_on_step(weakref.ref(self), ZeroPP._after_step)),
+        ]
+        self._handles += step_hooks
+        for hook in step_hooks:
+            weakref.finalize(self, hook.remove)
+
+    def _installed(self) -> Iterator[tuple[Treatment, AllGather, ReduceScatter]]:
+        return ((t, *t.comms) for t in self.treatments if t.comms is not None)
+
+    def _prepare_to_accumulate(self) -> None:
+        every_time = []
+        for treatment in self.treatments:
+            if treatment.comms is not None and treatment.comms[1].can_defer:
+                treatment.unit.send_unused_gradients()
+            elif treatment.topology is not None and not treatment.topology.is_one_node:
+                every_time.append(treatment.unit.name)
+        if every_time and dist.get_rank() == 0:
+            logger.warning(
+                "zeropp: units with a flat route reduce across nodes in every micro-batch, cross-node sync "
+                "or not: %s",
+                ", ".join(every_time),
+            )
+
+    def _before_step(self, optimizer_params: set[int]) -> None:
+        for treatment, all_gather, reduce_scatter in self._installed():
+            if not treatment.unit.is_changed_by(optimizer_params):
+                continue
+            if reduce_scatter.pending is not None:
+                raise RuntimeError(
+                    f"optimizer.step() while gradients of unit '{treatment.unit.name}' are only summed "
+                    "inside their node: call set_requires_cross_node_sync(True) before the backward of the "
+                    "last micro-batch"
+                )
+            all_gather.raise_if_stale()
+
+    def _after_step(self, optimizer_params: set[int]) -> None:
+        for treatment, all_gather, _ in self._installed():
+            if treatment.unit.is_changed_by(optimizer_params):
+                all_gather.invalidate()
+
+
+def apply(
+    model: nn.Module, config: Config | None = None, *, overrides: Mapping[str, Config] | None = None
+) -> ZeroPP:
+    """Replace what FSDP2 sends for `model` by ZeRO++. Works in place; call it on every rank.
+
+    Args:
+        model: a module that `fully_shard` has been applied to, in whatever way.
+        config: what to send; the default is `Config()`.
+        overrides: other Configs for units whose name matches a pattern (as in a shell: `layers.*`); the
+            first pattern that matches counts.
+
+    Applying the same again returns the same `ZeroPP`; applying something else replaces it.
+    """
+    config = Config() if config is None else config
+    overrides = dict(overrides or {})
+    for where, value in {
+        "config": config,
+        **{f"overrides[{key!r}]": c for key, c in overrides.items()},
+    }.items():
+        if not isinstance(value, Config):
+            raise TypeError(f"{where} is {value!r}; expected a zeropp.Config")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group() and "
+            "fully_shard() before zeropp.apply()"
+        )
+    units = find_units(model)
+    if not units:
+        raise ValueError(
+            f"{type(model).__name__} has no parameters sharded by FSDP2; call "
+            "torch.distributed.fsdp.fully_shard() on its blocks and on itself before zeropp.apply()"
+        )
+    previous = _previous(units)
+    if previous is not None and (previous.config, previous.overrides) == (config, overrides):
+        return previous
+    # Everything that can fail comes before the first change to the model.
+    ledger, scratch = Ledger(), Scratch()
+    chosen = _choose_configs(units, config, overrides)
+    treatments = [_treat(unit, chosen[unit], ledger, scratch) for unit in units]
+    if previous is not None:
+        previous.remove()
+    zpp = ZeroPP(config, overrides, treatments, ledger)
+    zpp._install()
+    _log(zpp)
+    return zpp
+
+
+def _previous(units: list[Unit]) -> ZeroPP | None:
+    """The ZeroPP that these units are under; it must be of exactly these units."""
+    owners = {id(comm.owner): comm.owner for unit in units if (comm := unit.installed()) is not None}
+    for owner in owners.values():
+        theirs = [treatment.unit for treatment in owner.treatments]
+        same = len(theirs) == len(units) and all(unit.shares_parameters_with(theirs) for unit in units)
+        if not same:
+            raise ValueError(
+                "zeropp is already applied to another module that shares units with this one (its units: "
+                f"{', '.join(unit.name for unit in theirs)}); call remove() on what that apply() returned"
+            )
+    return next(iter(owners.values()), None)
+
+
+def _choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Config]) -> dict[Unit, Config]:
+    chosen: dict[Unit, Config] = {}
+    unmatched = set(overrides)
+    for unit in units:
+        matches = [p for p in overrides if any(fnmatchcase(name, p) for name in unit.names)]
+        unmatched -= set(matches)
+        chosen[unit] = overrides[matches[0]] if matches else config
+    if unmatched:
+        raise ValueError(
+            f"overrides has patterns that match no unit: {sorted(unmatched)}; the units are "
+            f"{[unit.name for unit in units]}"
+        )
+    return chosen
+
+
+def _treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treatment:
+    """Decide how the unit is treated. Changes nothing in the model, but may create process groups."""
+    treatment = Treatment(unit, config, left_alone=unit.why_left_alone())
+    if treatment.left_alone or unit.group is None:
+        return treatment
+    treatment.topology = topology = Topology.of(unit.group, config.node_size)
+    hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
+    wire = Wire(unit.name, topology, ledger, scratch)
+    treatment.comms = (
+        AllGather(wire, hops, config),
+        ReduceScatter(wire, hops[::-1], config, unit.has_no_gradients),
+    )
+    dtypes = unit.gather_dtypes()
+    if config.weights != "none" and (len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES):
+        treatment.notes.append(f"weights sent as they are: dtype {_names(dtypes)}")
+    if config.weights == "int4":
+        treatment.notes.append("int4 weights are known to ruin training")
+    if unit.is_hsdp:
+        treatment.notes.append("HSDP's all-reduce stays FSDP2's; on a 1-D mesh zeropp compresses all of it")
+    if config.secondary and topology.is_one_node:
+        treatment.notes.append("one node: no node shard to keep")
+    if unit.is_frozen:
+        treatment.notes.append("frozen")
+    return treatment
+
+
+def _log(zpp: ZeroPP) -> None:
+    """The first rank of each unit's group says what became of the unit."""
+    for treatment in zpp.treatments:
+        row, group = treatment.describe(), treatment.unit.group
+        if group is not None and group.rank() != 0:
+            continue
+        if treatment.left_alone:
+            logger.warning("zeropp: unit %(unit)s %(notes)s", row)
+        else:
+            logger.info(
+                "zeropp: unit %(unit)s, %(nodes)s: weights %(weights)s, gradients %(gradients)s. %(notes)s",
+                row,
+            )
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _on_step(
+    zpp: weakref.ref[ZeroPP], react: Callable[[ZeroPP, set[int]], None]
+) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = zpp()
+        if alive is not None:
+            react(alive, {id(p) for group in optimizer.param_groups for p in group["params"]})
+
+    return hook

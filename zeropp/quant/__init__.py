@@ -1,0 +1,6 @@
+"""Codecs for the wire. Knows nothing of distributed code."""
+
+from .codec import QUANTIZABLE_DTYPES, BlockCodec, CastCodec, Codec, make_codec
+from .formats import BlockFormat
+
+__all__ = ["QUANTIZABLE_DTYPES", "BlockCodec", "BlockFormat", "CastCodec", "Codec", "make_codec"]

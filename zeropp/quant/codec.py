@@ -1,0 +1,107 @@
+"""Codecs: what turns the rows of a buffer into the bytes of a hop, and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .formats import BlockFormat, RowOrder, align
+
+if TYPE_CHECKING:
+    from ..config import CodecName
+
+QUANTIZABLE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+class Codec(ABC):
+    """Rows of numbers to rows of bytes. Stateless. Shapes and meaning as in reference.py."""
+
+    @abstractmethod
+    def row_bytes(self, numel: int) -> int:
+        """Wire bytes of a row of `numel` elements."""
+
+    @abstractmethod
+    def encode(self, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+        """out[k] = encoded source[order[k]]."""
+
+    @abstractmethod
+    def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+        """out[order[k]] = decoded encoded[k]."""
+
+    @abstractmethod
+    def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
+        """out (+)= factor * (encoded[0] + encoded[1] + ...), summed in fp32."""
+
+
+class CastCodec(Codec):
+    """Sends each element as `wire_dtype`: the buffer's own dtype ("none"), or bf16."""
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self.wire_dtype = wire_dtype
+
+    def row_bytes(self, numel: int) -> int:
+        return align(numel * self.wire_dtype.itemsize)
+
+    def encode(self, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+        rows = source if order is None else source[list(order)]
+        self._values(out, source.shape[1]).copy_(rows)
+        out[:, source.shape[1] * self.wire_dtype.itemsize :] = 0
+
+    def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+        values = self._values(encoded, out.shape[1])
+        if order is None:
+            out.copy_(values)
+        else:
+            out[list(order)] = values.to(out.dtype)
+
+    def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
+        total = self._values(encoded[0], out.shape[1]).to(torch.float32, copy=True)
+        for sender in encoded[1:]:
+            total += self._values(sender, out.shape[1])
+        total *= factor
+        if accumulate:
+            out += total
+        else:
+            out.copy_(total)
+
+    def _values(self, rows: Tensor, numel: int) -> Tensor:
+        return rows[:, : numel * self.wire_dtype.itemsize].view(self.wire_dtype)
+
+
+class BlockCodec(Codec):
+    """Sends block-quantized integers; see formats.py."""
+
+    def __init__(self, fmt: BlockFormat) -> None:
+        self.fmt = fmt
+
+    def row_bytes(self, numel: int) -> int:
+        return self.fmt.row_bytes(numel)
+
+    def encode(self, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+        reference.encode(self.fmt, source, out, order)
+
+    def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+        reference.decode(self.fmt, encoded, out, order)
+
+    def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
+        reference.decode_sum(self.fmt, encoded, out, factor, accumulate)
+
+    def recode(self, encoded: Tensor, into: BlockCodec, out: Tensor, numel: int, factor: float = 1.0) -> None:
+        """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass."""
+        reference.recode(self.fmt, encoded, into.fmt, out, numel, factor)
+
+
+def make_codec(name: CodecName, dtype: torch.dtype, block_size: int) -> Codec:
+    """The codec for buffers of `dtype`. What is not a float of 32 or 16 bits is sent as it is.
+
+    FSDP2 passes uint8 when a unit mixes dtypes; quantizing those bytes would destroy them.
+    """
+    if name == "none" or dtype not in QUANTIZABLE_DTYPES:
+        return CastCodec(dtype)
+    if name == "bf16":
+        return CastCodec(torch.bfloat16)
+    return BlockCodec(BlockFormat(bits=8 if name == "int8" else 4, block_size=block_size))

@@ -1,0 +1,79 @@
+"""The block formats: how a row of numbers is laid out as bytes.
+
+A *row* is what one rank sends to one other rank: S elements of one dtype. It is cut into blocks of B
+elements, the last one padded with zeros, and every block carries one bf16 scale:
+
+    row  [ payload: blocks * B * bits / 8 bytes | scales: blocks * 2 bytes | zeros up to 16 bytes ]
+
+    int8 payload   byte j of a block = code of element j, two's complement, -127 .. 127
+    int4 payload   byte j of a block = (code[j] + 8) | (code[j + B/2] + 8) << 4, codes -8 .. 7
+
+Payload and scales travel in one buffer, and rows start at multiples of 16 bytes so that kernels can use
+full-width loads on each of them.
+
+[Note: Scales]
+    int8   scale = bf16(absmax * (1/127)), code = round(x * (1/scale))
+    int4   scale = bf16(extreme / -8), where extreme is the element of the largest magnitude, with its sign
+           (of +m and -m: -m). The extreme becomes code -8 exactly and all 16 codes are used; a value of the
+           opposite sign between 7.5 and 8 steps is clipped to 7 steps.
+Every implementation computes in fp32, in this order, rounding to nearest even, so that all of them produce
+the same bytes. Three cases are decided per block:
+    - |scale| is at least 2^-126, so that 1/scale is finite. A block of zeros decodes to zeros.
+    - If rounding the scale up to bf16 would make the extreme overflow the source dtype when decoded, the
+      scale is rounded toward zero instead and the extreme clipped, by less than a step: finite in,
+      finite out.
+    - If the block holds NaN or Inf, the scale is NaN (0x7fc0) and the codes are zero: the whole block comes
+      back NaN. Loss scaling depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RowOrder = Sequence[int]
+"""A permutation of rows. The reorder before a hop and the transpose after one are nothing else."""
+
+ROW_ALIGNMENT = 16
+SCALE_BYTES = 2
+MIN_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Block-quantized integers of `bits` bits, one bf16 scale per `block_size` elements.
+
+    >>> BlockFormat(bits=4, block_size=128).effective_bits
+    4.125
+    """
+
+    bits: int
+    block_size: int
+
+    @property
+    def min_code(self) -> int:
+        """The code of the largest magnitude; the block's extreme becomes this one (int8: or its opposite)."""
+        return -127 if self.bits == 8 else -8
+
+    @property
+    def max_code(self) -> int:
+        return 127 if self.bits == 8 else 7
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits per element on the wire, scales included, for rows much longer than a block."""
+        return self.bits + 8 * SCALE_BYTES / self.block_size
+
+    def blocks(self, numel: int) -> int:
+        return -(-numel // self.block_size)
+
+    def payload_bytes(self, numel: int) -> int:
+        return self.blocks(numel) * self.block_size * self.bits // 8
+
+    def row_bytes(self, numel: int) -> int:
+        return align(self.payload_bytes(numel) + self.blocks(numel) * SCALE_BYTES)
+
+
+def align(nbytes: int) -> int:
+    """Round up to the alignment of a row."""
+    return -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT

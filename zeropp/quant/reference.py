@@ -1,0 +1,117 @@
+"""Block quantization in plain torch: the definition that every faster implementation must equal, bit for bit.
+
+Slow (a few percent of memory speed) and allocation-happy on purpose: it is to be read. An implementation is a
+module with the four public functions of this one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formats import MIN_SCALE, SCALE_BYTES, BlockFormat, RowOrder
+
+
+def encode(fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+    """out[k] = quantized source[order[k]].
+
+    source [rows, S] fp32, bf16 or fp16; out [rows, row_bytes] uint8.
+    """
+    rows, numel = source.shape
+    if numel == 0:
+        return
+    blocks, half = fmt.blocks(numel), fmt.block_size // 2
+    padding = blocks * fmt.block_size - numel
+    x = source.float() if order is None else source[list(order)].float()
+    x = torch.nn.functional.pad(x, (0, padding)).view(rows, blocks, fmt.block_size)
+    scale = _scales(fmt, x, torch.finfo(source.dtype).max)  # [rows, blocks], fp32 holding bf16 values
+    codes = torch.round(x * scale.reciprocal().unsqueeze(-1)).clamp(fmt.min_code, fmt.max_code)
+    codes = torch.where(scale.isnan().unsqueeze(-1), 0.0, codes)
+    payload, scales = _split(fmt, out, numel)
+    if fmt.bits == 8:
+        payload.view(torch.int8).copy_(codes.view(rows, -1))
+    else:
+        nibbles = (codes + 8).to(torch.uint8)
+        payload.copy_((nibbles[..., :half] | nibbles[..., half:] << 4).view(rows, -1))
+    scales.copy_(scale)
+    out[:, fmt.payload_bytes(numel) + blocks * SCALE_BYTES :] = 0
+
+
+def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+    """out[order[k]] = values of encoded[k].
+
+    encoded [rows, row_bytes] uint8; out [rows, S] of any float dtype.
+    """
+    values = _values(fmt, encoded, out.shape[1])
+    if order is None:
+        out.copy_(values)
+    else:
+        out[list(order)] = values.to(out.dtype)
+
+
+def decode_sum(
+    fmt: BlockFormat, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False
+) -> None:
+    """out (+)= factor * (encoded[0] + encoded[1] + ...), summed in fp32 in this order.
+
+    encoded [senders, rows, row_bytes] uint8; out [rows, S] of any float dtype (fp32 to accumulate).
+    """
+    total = _sum(fmt, encoded, out.shape[1], factor)
+    if accumulate:
+        out += total
+    else:
+        out.copy_(total)
+
+
+def recode(
+    fmt: BlockFormat, encoded: Tensor, into: BlockFormat, out: Tensor, numel: int, factor: float = 1.0
+) -> None:
+    """out = encode(into, factor * (encoded[0] + encoded[1] + ...)): dequantize, reduce, quantize.
+
+    encoded [senders, rows, row_bytes] uint8; out [rows, into.row_bytes(numel)] uint8.
+    """
+    encode(into, _sum(fmt, encoded, numel, factor), out)
+
+
+def _sum(fmt: BlockFormat, encoded: Tensor, numel: int, factor: float) -> Tensor:
+    total = _values(fmt, encoded[0], numel)
+    for sender in encoded[1:]:
+        total = total + _values(fmt, sender, numel)
+    return total * factor
+
+
+def _values(fmt: BlockFormat, encoded: Tensor, numel: int) -> Tensor:
+    """The fp32 values [rows, numel] of encoded rows."""
+    rows = encoded.shape[0]
+    if numel == 0:
+        return torch.empty(rows, 0, device=encoded.device)
+    payload, scales = _split(fmt, encoded, numel)
+    if fmt.bits == 8:
+        codes = payload.reshape(rows, -1, fmt.block_size).view(torch.int8)
+    else:
+        packed = payload.reshape(rows, -1, fmt.block_size // 2).to(torch.int8)
+        codes = torch.cat([packed & 15, packed >> 4 & 15], dim=-1) - 8
+    values = codes * scales.float().unsqueeze(-1)  # exact: 8-bit codes times 8-bit mantissas fit in fp32
+    return values.view(rows, -1)[:, :numel]
+
+
+def _scales(fmt: BlockFormat, x: Tensor, largest: float) -> Tensor:
+    """See [Note: Scales] in formats.py."""
+    if fmt.bits == 8:
+        exact = x.abs().amax(-1) * (1.0 / 127)
+    else:
+        high, low = x.amax(-1), x.amin(-1)
+        exact = torch.where(-low >= high, low, high) * -0.125
+    scale = exact.bfloat16().float()
+    toward_zero = (exact.view(torch.int32) & -0x10000).view(torch.float32)
+    scale = torch.where(scale.abs() * -fmt.min_code > largest, toward_zero, scale)
+    smallest = torch.copysign(torch.full_like(scale, MIN_SCALE), scale)
+    scale = torch.where(scale.abs() < MIN_SCALE, smallest, scale)
+    return torch.where(exact.isfinite(), scale, torch.nan)
+
+
+def _split(fmt: BlockFormat, row: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Views of the payload (uint8) and the scales (bf16) of encoded rows."""
+    end = fmt.payload_bytes(numel)
+    scales = row[:, end : end + fmt.blocks(numel) * SCALE_BYTES]
+    return row[:, :end], scales.view(torch.bfloat16)

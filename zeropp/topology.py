@@ -1,0 +1,196 @@
+"""Which ranks of a shard group share a node, and the process groups of the two hops.
+
+A shard group of W = N x n ranks on N nodes with n ranks each. The k-th rank of every node, in order of rank,
+forms a *column*; the two hops of every collective run inside a node and inside a column:
+
+                column 0   column 1
+    node 0        r0         r1        <- in-node group
+    node 1        r2         r3
+                   ^
+                   across group
+
+[Note: Row order]
+Buffers are cut into W rows, one for each rank of the shard group. Sorted by column, then by rank, the rows of
+one column are adjacent, and inside a column they are in the order of the across group's own ranks (process
+groups sort their members). `Topology.row_order` is this permutation. It is the paper's slice reordering,
+for any assignment of ranks to nodes: for ranks numbered node by node it is [node, local] -> [local, node].
+
+[Note: Same branch on every rank]
+All that is decided here follows from `node_size` or from what all ranks of the group exchanged, so every rank
+computes the same layout, raises the same error, and creates the same groups in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+HopName = Literal["in-node", "across", "flat"]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One hop of a collective: a name for the ledger, and who takes part."""
+
+    name: HopName
+    size: int
+    group: ProcessGroup | None
+    """None: the shard group itself, in whichever process group FSDP2 passes for it."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The nodes of one shard group. Build it with `Topology.of`.
+
+    >>> layout = Topology(ranks=(0, 1, 2, 3), node_of=(0, 0, 1, 1), rank=0)
+    >>> layout.nodes, layout.columns, layout.row_order
+    (((0, 1), (2, 3)), ((0, 2), (1, 3)), (0, 2, 1, 3))
+    """
+
+    ranks: tuple[int, ...]
+    """Global ranks of the shard group, in the order of the group."""
+
+    node_of: tuple[int, ...]
+    """Node of each rank of `ranks`; nodes are numbered in order of appearance."""
+
+    rank: int
+    """This process's position in `ranks`. All tuples below hold positions, too."""
+
+    @classmethod
+    def of(cls, group: ProcessGroup, node_size: int | Literal["auto"]) -> Topology:
+        """The layout of `group`. With "auto", a collective on the group, once per set of ranks."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if node_size == "auto":
+            cache = _layouts.setdefault(_world(), {})
+            if ranks not in cache:
+                cache[ranks] = _discover_nodes(group, ranks)
+            labels = cache[ranks]
+        else:
+            world_size = dist.get_world_size()
+            if world_size % node_size:
+                raise ValueError(
+                    f"Config.node_size is {node_size}, which does not divide the {world_size} ranks of this "
+                    "job; expected the number of ranks on each node, or 'auto'"
+                )
+            labels = tuple(str(rank // node_size) for rank in ranks)
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        return cls(
+            ranks, tuple(numbers[label] for label in labels), dist.get_group_rank(group, dist.get_rank())
+        )
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """[N][n] positions in the group, by node; inside a node in order of global rank."""
+        by_rank = sorted(range(self.size), key=self.ranks.__getitem__)
+        return tuple(
+            tuple(p for p in by_rank if self.node_of[p] == node) for node in range(max(self.node_of) + 1)
+        )
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """[n][N] positions in the group, by column; inside a column in order of global rank."""
+        return tuple(
+            tuple(sorted(column, key=self.ranks.__getitem__)) for column in zip(*self.nodes, strict=True)
+        )
+
+    @property
+    def row_order(self) -> tuple[int, ...]:
+        """See [Note: Row order]."""
+        return tuple(position for column in self.columns for position in column)
+
+    @property
+    def is_one_node(self) -> bool:
+        return len(set(self.node_of)) == 1
+
+    @property
+    def is_even(self) -> bool:
+        return len({len(node) for node in self.nodes}) == 1
+
+    def describe(self) -> str:
+        """One line for people: `2 nodes x 2 ranks`, or the whole layout where nodes are uneven."""
+        if self.is_even:
+            return f"{_count(len(self.nodes), 'node')} x {_count(len(self.nodes[0]), 'rank')}"
+        return "; ".join(
+            f"node {number}: ranks {[self.ranks[p] for p in node]}" for number, node in enumerate(self.nodes)
+        )
+
+    def hops(self) -> tuple[Hop, ...]:
+        """The hops of a gather, (across, in-node), or the only one that this layout has. Collective.
+
+        A reduction takes them in reverse. The groups are created once per layout and shared by all units.
+        """
+        if not self.is_even:
+            raise ValueError(
+                f"the ranks of this shard group are spread unevenly over nodes ({self.describe()}); two hops "
+                "need the same number on each: set Config.node_size, shard over a mesh that takes the same "
+                "number of ranks from each node, or use route='flat'"
+            )
+        if self.is_one_node:
+            return (Hop("in-node", self.size, None),)
+        if len(self.columns) == 1:
+            return (Hop("across", self.size, None),)
+        cache = _hops.setdefault(_world(), {})
+        key = (self.ranks, self.node_of)
+        if key not in cache:
+            # Every rank makes its in-node group first: no rank waits in one kind for a rank in the other.
+            in_node = self._new_group(self.nodes, "zeropp_in_node")
+            across = self._new_group(self.columns, "zeropp_across")
+            cache[key] = (
+                Hop("across", len(self.nodes), across),
+                Hop("in-node", len(self.columns), in_node),
+            )
+        return cache[key]
+
+    def flat_hop(self) -> Hop:
+        return Hop("flat", self.size, None)
+
+    def _new_group(self, groups: Sequence[Sequence[int]], description: str) -> ProcessGroup:
+        (mine,) = (members for members in groups if self.rank in members)
+        # Only members take part: ranks outside a sub-group of a 2-D mesh know nothing of it.
+        group: ProcessGroup = dist.new_group(
+            [self.ranks[p] for p in mine], use_local_synchronization=True, group_desc=description
+        )
+        return group
+
+
+# Keyed on the default group, so that nothing outlives `destroy_process_group`.
+_layouts: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], tuple[str, ...]]] = WeakKeyDictionary()
+_hops: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Hop, ...]]] = (
+    WeakKeyDictionary()
+)
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _discover_nodes(group: ProcessGroup, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """A label of the node of each rank: LOCAL_WORLD_SIZE if it is the same everywhere and does not put two
+    hosts on one node, else the host name. (Two nodes on one host are fine: a lab of network namespaces.)"""
+    mine = (socket.gethostname(), int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    everyone: list[tuple[str, int]] = [mine] * len(ranks)
+    dist.all_gather_object(everyone, mine, group=group)
+    hosts = tuple(host for host, _ in everyone)
+    (local_world_size, *others) = {size for _, size in everyone}
+    if local_world_size > 0 and not others and dist.get_world_size() % local_world_size == 0:
+        labels = tuple(str(rank // local_world_size) for rank in ranks)
+        if len(set(zip(labels, hosts, strict=True))) == len(set(labels)):
+            return labels
+    return hosts
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
