@@ -6,6 +6,7 @@ module level and its arguments; what it returns on each rank comes back as a lis
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -107,6 +108,7 @@ def _serve(connection: Connection) -> None:
         old = {name: os.environ.get(name) for name in env}
         os.environ.update(env)
         try:
+            gc.collect()  # models of the last job, with their hooks
             torch.manual_seed(0)
             dist.init_process_group(
                 "gloo",

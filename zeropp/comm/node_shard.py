@@ -110,5 +110,7 @@ def fingerprint(shard: Tensor) -> Tensor:
     head = min(-raw.storage_offset() % 8, raw.numel())
     row = 8 * FINGERPRINT_LANES
     body = (raw.numel() - head) // row * row
+    if body == 0:
+        return raw.clone()
     lanes = raw[head : head + body].view(torch.int64).view(-1, FINGERPRINT_LANES).sum(0)
     return torch.cat([lanes.view(torch.uint8), raw[:head], raw[head + body :]])

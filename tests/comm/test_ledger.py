@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import zeropp
+from tests.ranks import Ranks
+from tests.training import Trainer
+from zeropp.comm import Ledger, Traffic
+
+
+def test_totals_filter_and_reset() -> None:
+    ledger = Ledger()
+    for unit in ("a", "b"):
+        ledger.record(unit, "all_gather", "across", wire_bytes=10, across_bytes=10)
+        ledger.record(unit, "all_gather", "in-node", wire_bytes=30, across_bytes=0)
+        ledger.record(unit, "reduce_scatter", "across", wire_bytes=5, across_bytes=5)
+        ledger.record_baseline(unit, "all_gather", wire_bytes=60, across_bytes=20)
+    assert ledger.total() == Traffic(calls=6, wire_bytes=90, across_bytes=30)
+    assert ledger.total(unit="a", collective="all_gather") == Traffic(2, 40, 10)
+    assert ledger.total(hop="in-node") == Traffic(2, 60, 0)
+    assert ledger.baseline_total(collective="all_gather") == Traffic(2, 120, 40)
+    assert ledger.baseline_total(collective="reduce_scatter") == Traffic()
+    ledger.reset()
+    assert ledger.total() == Traffic() == ledger.baseline_total()
+    assert list(ledger.rows()) == []
+
+
+def test_table_shows_hops_and_the_ratio() -> None:
+    ledger = Ledger()
+    ledger.record("a", "all_gather", "across", wire_bytes=1000, across_bytes=1000)
+    ledger.record_baseline("a", "all_gather", wire_bytes=9000, across_bytes=3000)
+    table = ledger.table()
+    assert "across" in table
+    assert "1,000" in table
+    assert "3.00x" in table
+
+
+def _one_step(config: zeropp.Config, micro_batches: int) -> Any:
+    trainer = Trainer(config, micro_batches=micro_batches, accumulate_in_node=config.route == "two-hop")
+    trainer.step()
+    assert trainer.zpp is not None
+    ledger = trainer.zpp.ledger
+    ledger.reset()
+    trainer.step()
+    padded = sum(-(-p.shape[0] // 4) * 4 * p[0].numel() for p in trainer.net.blocks[0].parameters())
+    total = {
+        (kind, hop): ledger.total(unit="blocks.0", collective=kind, hop=hop).wire_bytes
+        for kind in ("all_gather", "reduce_scatter")
+        for hop in ("across", "in-node", "flat")
+    }
+    across = ledger.total(unit="blocks.0").across_bytes
+    return padded, total, across, ledger.baseline_total(unit="blocks.0").across_bytes
+
+
+def _row(numel: int, bits: int, block: int = 128) -> int:
+    blocks = -(-numel // block)
+    return -(-(blocks * block * bits // 8 + 2 * blocks) // 16) * 16
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_bytes_of_the_default_are_what_the_paper_says(ranks: Ranks, micro_batches: int) -> None:
+    """Weights once at 8 bits, gradients once at 4, whatever the number of micro-batches."""
+    for padded, total, across, _ in ranks.run(_one_step, zeropp.Config(node_size=2), micro_batches):
+        shard = padded // 4
+        assert total["all_gather", "across"] == _row(shard, 8)
+        assert total["all_gather", "in-node"] == 2 * micro_batches * 2 * _row(shard, 8)
+        assert total["reduce_scatter", "in-node"] == micro_batches * 2 * _row(shard, 8)
+        assert total["reduce_scatter", "across"] == _row(shard, 4)
+        assert total["all_gather", "flat"] == total["reduce_scatter", "flat"] == 0
+        assert across == _row(shard, 8) + _row(shard, 4)
+
+
+def test_bytes_of_the_flat_16_bit_wire(ranks: Ranks) -> None:
+    """Per node of 2 x 2: a ring carries 3/4 of the model out, an all-to-all one half per rank."""
+    results = ranks.run(_one_step, zeropp.Config.wire16(node_size=2), 1)
+    for padded, total, across, baseline in results:
+        shard = padded // 4
+        row = -(-shard * 2 // 16) * 16
+        assert total["all_gather", "flat"] == 2 * 3 * row
+        assert total["reduce_scatter", "flat"] == 3 * row
+        assert across == 2 * 3 * row // 2 + 2 * row
+        assert baseline == 3 * (3 * shard * 2 // 2)
+
+
+def test_off_sends_what_plain_fsdp2_sends(ranks: Ranks) -> None:
+    for padded, total, _, _ in ranks.run(_one_step, zeropp.Config.off(node_size=2), 1):
+        assert total["all_gather", "flat"] == 2 * 3 * padded  # 4 bytes times a quarter
+        assert total["reduce_scatter", "flat"] == 3 * padded

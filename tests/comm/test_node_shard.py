@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeropp.comm import NodeShard, StaleWeightsError
+from zeropp.comm.node_shard import fingerprint
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+
+
+@given(
+    numel=st.integers(1, 5000) | st.just(100_003),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 9),
+    data=st.data(),
+)
+def test_one_changed_element_changes_the_fingerprint(
+    numel: int, dtype: torch.dtype, offset: int, data: st.DataObject
+) -> None:
+    shard = torch.randint(1, 100, (numel + offset,)).to(dtype)[offset:]  # at any alignment
+    before = fingerprint(shard)
+    assert torch.equal(before, fingerprint(shard))
+    position = data.draw(st.integers(0, numel - 1))
+    shard[position] += 1
+    assert not torch.equal(before, fingerprint(shard))
+
+
+def test_edits_of_everything_change_it() -> None:
+    weights = torch.randn(64, 4099)
+    before = fingerprint(weights.flatten())
+    for changed in (-weights, weights * 0.5, weights.roll(1, 0), weights.flip(0), weights.roll(1, 1)):
+        assert not torch.equal(before, fingerprint(changed.flatten()))
+
+
+def test_a_fingerprint_is_small() -> None:
+    assert fingerprint(torch.zeros(3_000_000)).numel() <= 3 * 8 * 1021
+
+
+def filled(check_on_host: bool | None) -> tuple[NodeShard, torch.Tensor]:
+    shard = torch.randn(3000)
+    node_shard = NodeShard("layers.7", check_on_host=check_on_host)
+    assert not node_shard.fresh
+    node_shard.buffer(2, 64, shard.device).zero_()
+    node_shard.filled_from(shard)
+    assert node_shard.fresh
+    return node_shard, shard
+
+
+def test_on_cpu_a_mismatch_raises_at_once() -> None:
+    node_shard, shard = filled(check_on_host=None)
+    node_shard.check(shard)
+    shard[5] = 7.0
+    with pytest.raises(StaleWeightsError, match=r"unit 'layers.7'.*call invalidate\(\) on every rank"):
+        node_shard.check(shard)
+    node_shard.invalidate()
+    node_shard.raise_if_stale()
+    assert not node_shard.fresh
+
+
+def test_with_streams_a_mismatch_is_flagged_and_raised_later() -> None:
+    """What devices with streams do: no host read in the gather. Here on CPU tensors."""
+    node_shard, shard = filled(check_on_host=False)
+    shard[5] = 7.0
+    node_shard.check(shard)
+    shard[5] = 8.0
+    node_shard.check(shard)
+    with pytest.raises(StaleWeightsError):
+        node_shard.raise_if_stale()
+
+
+def test_a_shard_of_another_size_is_a_mismatch() -> None:
+    node_shard, shard = filled(check_on_host=None)
+    with pytest.raises(StaleWeightsError):
+        node_shard.check(shard[:2000])
+
+
+def test_memory_made_in_inference_mode_can_be_written_in_training() -> None:
+    node_shard = NodeShard("unit")
+    with torch.inference_mode():
+        node_shard.buffer(2, 64, torch.device("cpu"))
+    buffer = node_shard.buffer(2, 64, torch.device("cpu"))
+    assert not buffer.is_inference()
+    assert node_shard.nbytes == 128

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeropp.quant import BlockCodec, BlockFormat, CastCodec, make_codec
+
+NAMES = ["none", "bf16", "int8", "int4"]
+
+
+def test_codecs_by_name() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        none, bf16 = make_codec("none", dtype, 128), make_codec("bf16", dtype, 128)
+        assert isinstance(none, CastCodec)
+        assert none.wire_dtype == dtype
+        assert isinstance(bf16, CastCodec)
+        assert bf16.wire_dtype == torch.bfloat16
+        int4 = make_codec("int4", dtype, 256)
+        assert isinstance(int4, BlockCodec)
+        assert int4.fmt == BlockFormat(bits=4, block_size=256)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.int32])
+def test_what_cannot_be_quantized_is_sent_as_it_is(name: Any, dtype: torch.dtype) -> None:
+    codec = make_codec(name, dtype, 128)
+    x = torch.randint(0, 255, (3, 37)).to(dtype)
+    encoded = torch.empty(3, codec.row_bytes(37), dtype=torch.uint8)
+    codec.encode(x, encoded)
+    out = torch.empty_like(x)
+    codec.decode(encoded, out)
+    assert torch.equal(out, x)
+
+
+@given(
+    st.sampled_from(NAMES),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(1, 300),
+    st.permutations(range(4)),
+)
+def test_encode_and_decode_with_the_same_order_put_rows_back(
+    name: Any, dtype: torch.dtype, numel: int, order: list[int]
+) -> None:
+    codec = make_codec(name, dtype, 32)
+    assert codec.row_bytes(numel) % 16 == 0
+    x = torch.randn(4, numel).to(dtype)
+    encoded = torch.empty(4, codec.row_bytes(numel), dtype=torch.uint8)
+    codec.encode(x, encoded, order)
+    out = torch.empty_like(x)
+    codec.decode(encoded, out, order)
+    largest = {"none": 0.0, "bf16": 2.0**-8, "int8": 0.01, "int4": 0.15}[name]
+    assert (out.float() - x.float()).abs().max() <= largest * x.float().abs().max()
+    alone = torch.empty(1, codec.row_bytes(numel), dtype=torch.uint8)
+    codec.encode(x[order[2] : order[2] + 1], alone)
+    assert torch.equal(alone[0], encoded[2])
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 300), st.integers(1, 4))
+def test_decode_sum_in_fp32(name: Any, numel: int, senders: int) -> None:
+    codec = make_codec(name, torch.bfloat16, 32)
+    x = torch.randn(senders, 2, numel).bfloat16()
+    encoded = torch.stack([torch.empty(2, codec.row_bytes(numel), dtype=torch.uint8) for _ in range(senders)])
+    decoded = torch.empty(senders, 2, numel)
+    for k in range(senders):
+        codec.encode(x[k], encoded[k])
+        codec.decode(encoded[k], decoded[k])
+    out = torch.empty(2, numel)
+    codec.decode_sum(encoded, out, 0.5)
+    torch.testing.assert_close(out, decoded.sum(0) * 0.5, rtol=1e-6, atol=1e-6)
+    codec.decode_sum(encoded, out, 0.5, accumulate=True)
+    torch.testing.assert_close(out, decoded.sum(0), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,124 @@
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeropp import Config
+
+PLAIN: dict[str, Any] = {
+    "weights": "none",
+    "secondary": False,
+    "gradients_in_node": "none",
+    "gradients_across": "none",
+}
+
+
+def test_presets() -> None:
+    assert (Config().weights, Config().gradients_in_node, Config().gradients_across) == (
+        "int8",
+        "int8",
+        "int4",
+    )
+    assert Config().secondary
+    paper, wire16, off = Config.paper(), Config.wire16(), Config.off()
+    assert (paper.weights, paper.gradients_in_node, paper.gradients_across) == ("int8", "int4", "int4")
+    assert (wire16.weights, wire16.route, wire16.secondary) == ("bf16", "flat", False)
+    assert (off.weights, off.gradients_across, off.route, off.secondary) == ("none", "none", "flat", False)
+    assert Config.wire16(route="two-hop", node_size=2).gradients_across == "bf16"
+
+
+def test_it_is_frozen_and_documented() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().weights = "int4"  # type: ignore[misc]
+    source = Path(__file__).parents[1].joinpath("zeropp/config.py").read_text()
+    for field in dataclasses.fields(Config):
+        declaration = source.index(f"\n    {field.name}: ")
+        assert source[declaration:].splitlines()[2].startswith('    """'), f"{field.name} has no docstring"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": "int3"}, "Config.weights is 'int3'; expected one of 'none', 'bf16', 'int8', 'int4'"),
+        ({"gradients_in_node": None}, "Config.gradients_in_node is None"),
+        ({"gradients_across": "INT4"}, "Config.gradients_across is 'INT4'"),
+        ({"route": "ring"}, "Config.route is 'ring'; expected one of 'two-hop', 'flat'"),
+        ({"secondary": 1}, "Config.secondary is 1; expected True or False"),
+        ({"route": "flat"}, "use route='two-hop', or secondary=False"),
+        ({"route": "flat", "secondary": False}, "a flat route has one hop: give both one codec"),
+        ({"node_size": 0}, "Config.node_size is 0; expected a positive number of ranks"),
+        ({"node_size": "all"}, "Config.node_size is 'all'"),
+        ({"node_size": True}, "Config.node_size is True"),
+    ],
+)
+def test_bad_values_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        Config(**changes)
+    assert message in str(error.value)
+
+
+@given(st.integers(-10, 10_000) | st.sampled_from([128.0, "128", None, True]))
+def test_block_size_is_a_power_of_two_in_range(block_size: Any) -> None:
+    if type(block_size) is int and block_size in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+        assert Config(block_size=block_size).block_size == block_size
+    else:
+        with pytest.raises(ValueError, match="expected a power of two from 32 to 4096"):
+            Config(block_size=block_size)
+
+
+def test_from_deepspeed_reads_a_dict_and_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given_config = {
+        "train_batch_size": 8,
+        "zero_optimization": {
+            "stage": 3,
+            "zero_quantized_weights": True,
+            "zero_hpz_partition_size": 16,
+            "zero_quantized_gradients": True,
+            "overlap_comm": True,
+        },
+    }
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(given_config))
+    for source in (given_config, path, str(path)):
+        caplog.clear()
+        assert Config.from_deepspeed(source) == Config.paper(node_size=16)
+        assert "does not translate: train_batch_size, zero_optimization.overlap_comm" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, Config.off()),
+        ({"zero_quantized_weights": True}, Config(**PLAIN | {"weights": "int8"})),
+        ({"zero_hpz_partition_size": 4}, Config(**PLAIN | {"secondary": True, "node_size": 4})),
+        (
+            {"zero_quantized_gradients": True},
+            Config(**PLAIN | {"gradients_in_node": "int4", "gradients_across": "int4"}),
+        ),
+    ],
+)
+def test_from_deepspeed_one_by_one(
+    keys: dict[str, Any], expected: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert Config.from_deepspeed({"zero_optimization": keys}) == expected
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, "zero_optimization = None"),
+        ([], "zero_optimization = None"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2"),
+        ({"zero_optimization": {"zero_quantized_weights": "auto"}}, "zero_quantized_weights is 'auto'"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 0}}, "zero_hpz_partition_size is 0"),
+    ],
+)
+def test_from_deepspeed_bad_input(source: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        Config.from_deepspeed(source)
+    assert message in str(error.value)
