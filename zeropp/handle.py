@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .comm import AllGather, Ledger, ReduceScatter, Scratch, Wire
+from .comm import AllGather, Ledger, ReduceScatter, Scratch, Wire, raise_if_stale
 from .comm.ledger import render
 from .config import Config
 from .fsdp import Unit, find_units
@@ -179,16 +179,16 @@ class ZeroPP:
             )
 
     def _before_step(self, optimizer_params: set[int]) -> None:
-        for treatment, all_gather, reduce_scatter in self._installed():
-            if not treatment.unit.is_changed_by(optimizer_params):
-                continue
-            if reduce_scatter.pending is not None:
-                raise RuntimeError(
-                    f"optimizer.step() while gradients of unit '{treatment.unit.name}' are only summed "
-                    "inside their node: call set_requires_cross_node_sync(True) before the backward of the "
-                    "last micro-batch"
-                )
-            all_gather.raise_if_stale()
+        installed = list(self._installed())
+        stepping = [t.unit.name for t, _, _ in installed if t.unit.is_changed_by(optimizer_params)]
+        pending = [t.unit.name for t, _, reduce_scatter in installed if reduce_scatter.pending is not None]
+        if wrong := [name for name in pending if name in stepping]:
+            raise RuntimeError(
+                f"optimizer.step() while gradients of {', '.join(wrong)} are only summed inside their node: "
+                "call set_requires_cross_node_sync(True) before the backward of the last micro-batch"
+            )
+        if stepping:  # of this model: frozen units are checked, too
+            raise_if_stale([gather.node_shard for _, gather, _ in installed if gather.node_shard is not None])
 
     def _after_step(self, optimizer_params: set[int]) -> None:
         for treatment, all_gather, _ in self._installed():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropp.comm import NodeShard, StaleWeightsError
+from zeropp.comm import NodeShard, StaleWeightsError, raise_if_stale
 from zeropp.comm.node_shard import fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
@@ -56,7 +56,6 @@ def test_on_cpu_a_mismatch_raises_at_once() -> None:
     with pytest.raises(StaleWeightsError, match=r"unit 'layers.7'.*call invalidate\(\) on every rank"):
         node_shard.check(shard)
     node_shard.invalidate()
-    node_shard.raise_if_stale()
     assert not node_shard.fresh
 
 
@@ -67,8 +66,12 @@ def test_with_streams_a_mismatch_is_flagged_and_raised_later() -> None:
     node_shard.check(shard)
     shard[5] = 8.0
     node_shard.check(shard)
-    with pytest.raises(StaleWeightsError):
-        node_shard.raise_if_stale()
+    untouched, same = filled(check_on_host=False)
+    untouched.unit = "layers.8"
+    untouched.check(same)
+    with pytest.raises(StaleWeightsError, match=r"weights of unit 'layers.7' changed"):
+        raise_if_stale([untouched, node_shard])
+    raise_if_stale([untouched, node_shard])  # said once
 
 
 def test_a_shard_of_another_size_is_a_mismatch() -> None:

@@ -2,7 +2,7 @@
 
 from .all_gather import AllGather
 from .ledger import Ledger, Traffic
-from .node_shard import NodeShard, StaleWeightsError
+from .node_shard import NodeShard, StaleWeightsError, raise_if_stale
 from .reduce_scatter import ReduceScatter
 from .wire import Scratch, Wire
 
@@ -15,4 +15,5 @@ __all__ = [
     "StaleWeightsError",
     "Traffic",
     "Wire",
+    "raise_if_stale",
 ]

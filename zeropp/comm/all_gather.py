@@ -51,10 +51,6 @@ class AllGather:
         if self.node_shard is not None:
             self.node_shard.invalidate()
 
-    def raise_if_stale(self) -> None:
-        if self.node_shard is not None:
-            self.node_shard.raise_if_stale()
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 

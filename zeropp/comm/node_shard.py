@@ -9,10 +9,12 @@ state-dict load or `invalidate()` clears it. Never on the content of a tensor, w
 Weights changed in another way (under no_grad, through `p.data`, by a load straight into the tensors) would be
 trained on stale. So each reuse compares a fingerprint of the rank's own shard with the one it was encoded
 from. A mismatch is an error: raised at once on CPU; on devices with streams flagged on the device, without a
-host synchronization, and raised by `raise_if_stale` at the next optimizer step.
+host synchronization, and raised by `raise_if_stale` at the next optimizer step of the model.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +34,12 @@ class NodeShard:
     def __init__(self, unit: str, *, check_on_host: bool | None = None) -> None:
         self.unit = unit
         self.fresh = False
-        self._check_on_host = check_on_host
+        self.check_on_host = check_on_host
+        """None: on CPU, where it costs nothing."""
+        self.mismatch: Tensor | None = None
+        """Whether a check has failed, on the device; None if there was none."""
         self._kept: Tensor | None = None
         self._fingerprint: Tensor | None = None
-        self._mismatch: Tensor | None = None
         self._last_use: torch.Event | None = None
 
     @property
@@ -72,26 +76,30 @@ class NodeShard:
             if now.shape != self._fingerprint.shape
             else (now != self._fingerprint).any()
         )
-        self._mismatch = mismatch if self._mismatch is None else self._mismatch | mismatch
-        on_host = shard.device.type == "cpu" if self._check_on_host is None else self._check_on_host
+        self.mismatch = mismatch if self.mismatch is None else self.mismatch | mismatch
+        on_host = shard.device.type == "cpu" if self.check_on_host is None else self.check_on_host
         if on_host:
-            self.raise_if_stale()
-
-    def raise_if_stale(self) -> None:
-        """Raise if a check has failed. Reads the flag from the device."""
-        if self._mismatch is not None and bool(self._mismatch):
-            raise StaleWeightsError(
-                f"the weights of unit '{self.unit}' changed since they were last sent, and zeropp was not "
-                "told, so this gather would have used the old ones. Optimizer steps and load_state_dict are "
-                "noticed by themselves; after any other change to parameters (an edit under no_grad, p.data, "
-                "a checkpoint loaded straight into the tensors) call invalidate() on every rank"
-            )
-        self._mismatch = None
+            raise_if_stale([self])
 
     def invalidate(self) -> None:
         """The next gather sends the weights again. The memory is kept for it."""
         self.fresh = False
-        self._mismatch = None
+
+
+def raise_if_stale(node_shards: Sequence[NodeShard]) -> None:
+    """Raise if a check has failed since the last call. Reads from the device, once for all of them."""
+    checked = {shard.unit: shard.mismatch for shard in node_shards if shard.mismatch is not None}
+    for shard in node_shards:
+        shard.mismatch = None
+    failed = torch.stack(list(checked.values())).tolist() if checked else []
+    stale = [f"unit '{unit}'" for unit, mismatch in zip(checked, failed, strict=True) if mismatch]
+    if stale:
+        raise StaleWeightsError(
+            f"the weights of {', '.join(stale)} changed since they were last sent, and zeropp was not told, "
+            "so a gather would use the old ones. Optimizer steps and load_state_dict are noticed by "
+            "themselves; after any other change to parameters (an edit under no_grad, p.data, a checkpoint "
+            "loaded straight into the tensors) call invalidate() on every rank"
+        )
 
 
 def fingerprint(shard: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class ReduceScatter:
 
         rows = input_tensor.view(world_size, -1)
         factor = scale_of(op, world_size)
+        # `.grad` being None, and sync being on, are decided by the training loop, on all ranks alike.
         if self.pending is not None and self._gradients_dropped():
             self.pending = None
         if not self.can_defer or (self.sync_across and self.pending is None):
