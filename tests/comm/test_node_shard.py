@@ -43,8 +43,8 @@ def filled(check_on_host: bool | None) -> tuple[NodeShard, torch.Tensor]:
     shard = torch.randn(3000)
     node_shard = NodeShard("layers.7", check_on_host=check_on_host)
     assert not node_shard.fresh
-    node_shard.buffer(2, 64, shard.device).zero_()
-    node_shard.filled_from(shard)
+    node_shard.buffer(0, 2, 64, shard.device).zero_()
+    node_shard.filled_from(fingerprint(shard))
     assert node_shard.fresh
     return node_shard, shard
 
@@ -83,7 +83,7 @@ def test_a_shard_of_another_size_is_a_mismatch() -> None:
 def test_memory_made_in_inference_mode_can_be_written_in_training() -> None:
     node_shard = NodeShard("unit")
     with torch.inference_mode():
-        node_shard.buffer(2, 64, torch.device("cpu"))
-    buffer = node_shard.buffer(2, 64, torch.device("cpu"))
+        node_shard.buffer(0, 2, 64, torch.device("cpu"))
+    buffer = node_shard.buffer(0, 2, 64, torch.device("cpu"))
     assert not buffer.is_inference()
     assert node_shard.nbytes == 128

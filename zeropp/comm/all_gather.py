@@ -11,12 +11,14 @@ one rank a node, or on the flat route, there is one hop.
 
 [Note: Own slot]
 FSDP2 passes `input_tensor` as a view into `output_tensor`. The rank's own slot is overwritten with the
-decoded values like any other: all ranks must compute with the same weights.
+decoded values like any other: all ranks must compute with the same weights. So whatever needs the shard
+itself must come before the first chunk is decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ from torch.profiler import record_function
 from ..config import CodecName, Config
 from ..quant import CastCodec, Codec, make_codec
 from ..topology import Hop
-from .node_shard import NodeShard
+from .node_shard import NodeShard, fingerprint
+from .pipeline import column_chunks, run_pipelined
 from .wire import Wire
 
 
@@ -57,7 +60,7 @@ class AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        world_size = self.wire.topology.size
+        world_size, device = self.wire.topology.size, input_tensor.device
         if group.size() != world_size:
             # reshard_after_forward=int: FSDP2 gathers weights that it already has, decoded, on fewer ranks.
             return self._as_it_is(output_tensor, input_tensor, group, async_op, "post-forward")
@@ -68,37 +71,43 @@ class AllGather:
         if input_tensor.numel() == 0:
             return None
 
-        encoded = self._first_hop(input_tensor, codec, group)  # [N, E], or [W, E] if it is the only hop
-        if len(self.hops) == 2:
-            row_bytes = encoded.shape[1]
-            gathered = self._scratch("gathered", world_size, row_bytes, input_tensor.device)
-            self.wire.all_gather(self.hops[1], group, encoded, gathered)  # [n, N, E]
-        else:
-            gathered = encoded
-        with record_function(f"zeropp::all_gather.decode ({self.wire.unit})"):
-            # See [Note: Own slot]
-            codec.decode(gathered, output_tensor.view(world_size, -1), self._row_order)
-        if self.node_shard is not None:
-            self.node_shard.used()
+        out, kept = output_tensor.view(world_size, -1), self.node_shard
+        with nullcontext() if kept is None else kept.in_use(device):
+            reuse = kept is not None and kept.fresh  # the same on every rank: [Note: Freshness]
+            if kept is not None and reuse:
+                kept.check(input_tensor)
+            # Taken now: see [Note: Own slot]
+            source = fingerprint(input_tensor) if kept is not None and not reuse else None
+            run_pipelined(
+                self._gather(number, input_tensor[columns], out[:, columns], codec, reuse, group)
+                for number, columns in enumerate(column_chunks(input_tensor.numel(), self.block_size))
+            )
+            if kept is not None and source is not None:
+                kept.filled_from(source)
         return None
 
-    def _first_hop(self, shard: Tensor, codec: Codec, group: ProcessGroup) -> Tensor:
-        """Encode and run the first hop, or take its result from the node shard."""
-        hop, row_bytes, kept = self.hops[0], codec.row_bytes(shard.numel()), self.node_shard
-        if kept is None:
-            encoded = self._scratch("encoded", hop.size, row_bytes, shard.device)
+    def _gather(
+        self, chunk: int, shard: Tensor, out: Tensor, codec: Codec, reuse: bool, group: ProcessGroup
+    ) -> Generator[None]:
+        """Gather one chunk: shard [S] of this rank -> out [W, S]."""
+        unit, device, first = self.wire.unit, shard.device, self.hops[0]
+        row_bytes = codec.row_bytes(shard.numel())
+        if self.node_shard is not None:
+            encoded = self.node_shard.buffer(chunk, first.size, row_bytes, device)  # [N, E]
         else:
-            encoded = kept.buffer(hop.size, row_bytes, shard.device)
-            if kept.fresh:  # the same on every rank: [Note: Freshness]
-                kept.check(shard)
-                return encoded
-        piece = self._scratch("piece", 1, row_bytes, shard.device)
-        with record_function(f"zeropp::all_gather.encode ({self.wire.unit})"):
-            codec.encode(shard.view(1, -1), piece)
-        self.wire.all_gather(hop, group, piece, encoded)
-        if kept is not None:
-            kept.filled_from(shard)
-        return encoded
+            encoded = self._scratch(f"encoded.{chunk}", first.size, row_bytes, device)
+        if not reuse:
+            piece = self._scratch(f"piece.{chunk}", 1, row_bytes, device)
+            with record_function(f"zeropp::all_gather.encode ({unit})"):
+                codec.encode(shard.view(1, -1), piece)
+            yield from self.wire.all_gather(first, group, piece, encoded)
+        if len(self.hops) == 2:
+            gathered = self._scratch(f"gathered.{chunk}", out.shape[0], row_bytes, device)  # [n, N, E]
+            yield from self.wire.all_gather(self.hops[1], group, encoded, gathered)
+        else:
+            gathered = encoded
+        with record_function(f"zeropp::all_gather.decode ({unit})"):
+            codec.decode(gathered, out, self._row_order)
 
     def _as_it_is(
         self, output: Tensor, shard: Tensor, group: ProcessGroup, async_op: bool, hop_name: str

@@ -14,7 +14,8 @@ host synchronization, and raised by `raise_if_stale` at the next optimizer step 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class StaleWeightsError(RuntimeError):
 
 
 class NodeShard:
-    """Kept bytes of one unit [columns of the node, row_bytes], with the fingerprint of their source."""
+    """Kept bytes of one unit, chunk by chunk, with the fingerprint of the shard they were encoded from."""
 
     def __init__(self, unit: str, *, check_on_host: bool | None = None) -> None:
         self.unit = unit
@@ -38,33 +39,33 @@ class NodeShard:
         """None: on CPU, where it costs nothing."""
         self.mismatch: Tensor | None = None
         """Whether a check has failed, on the device; None if there was none."""
-        self._kept: Tensor | None = None
+        self._kept: dict[int, Tensor] = {}
         self._fingerprint: Tensor | None = None
         self._last_use: torch.Event | None = None
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._kept is None else self._kept.numel()
+        return sum(kept.numel() for kept in self._kept.values())
 
-    def buffer(self, rows: int, row_bytes: int, device: torch.device) -> Tensor:
-        """The kept bytes, [rows, row_bytes], ordered after their last use on any stream."""
-        nbytes = rows * row_bytes
-        if self._kept is None or self._kept.numel() != nbytes or self._kept.device != device:
-            self._kept = empty_for_keeps(nbytes, device)
-            self._last_use = None
+    def buffer(self, chunk: int, rows: int, row_bytes: int, device: torch.device) -> Tensor:
+        """The kept bytes of one chunk, [rows, row_bytes]."""
+        kept = self._kept.get(chunk)
+        if kept is None or kept.numel() != rows * row_bytes or kept.device != device:
+            kept = self._kept[chunk] = empty_for_keeps(rows * row_bytes, device)
+        return kept.view(rows, row_bytes)
+
+    @contextmanager
+    def in_use(self, device: torch.device) -> Iterator[None]:
+        """Around each use: orders it after the last one, on whichever stream that was."""
         if self._last_use is not None:
             torch.accelerator.current_stream().wait_event(self._last_use)
-        return self._kept.view(rows, row_bytes)
-
-    def used(self) -> None:
-        """Mark the end of a use on the current stream; see `buffer`."""
-        assert self._kept is not None
-        if self._kept.device.type != "cpu":
+        yield
+        if device.type != "cpu":
             self._last_use = torch.accelerator.current_stream().record_event()
 
-    def filled_from(self, shard: Tensor) -> None:
-        """The buffer now holds the encoded `shard` and its peers."""
-        self._fingerprint = fingerprint(shard)
+    def filled_from(self, source: Tensor) -> None:
+        """The buffers now hold the encoded shard with this fingerprint, and its peers."""
+        self._fingerprint = source
         self.fresh = True
 
     def check(self, shard: Tensor) -> None:

@@ -18,7 +18,7 @@ have one buffer layout; the adapter sees to it that parameters without a gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch.profiler import record_function
 from ..config import CodecName, Config
 from ..quant import QUANTIZABLE_DTYPES, BlockCodec, Codec, make_codec
 from ..topology import Hop, HopName
+from .pipeline import column_chunks, run_pipelined
 from .wire import Wire
 
 
@@ -81,70 +82,98 @@ class ReduceScatter:
         if output_tensor.numel() == 0:
             return None
 
-        rows = input_tensor.view(world_size, -1)
-        factor = scale_of(op, world_size)
-        # `.grad` being None, and sync being on, are decided by the training loop, on all ranks alike.
-        if self.pending is not None and self._gradients_dropped():
-            self.pending = None
-        if not self.can_defer or (self.sync_across and self.pending is None):
-            self._reduce(rows, output_tensor.view(1, -1), factor, group)
-            return None
-        node_slice = self._accumulate(rows, factor, group)
-        if self.sync_across:
-            self.pending = None
-            received, codec = self._exchange(self.hops[-1], node_slice, None, group)
-            self._decode_sum(codec, received, output_tensor.view(1, -1), 1.0)
-        else:
-            self.pending = node_slice
+        rows, out = input_tensor.view(world_size, -1), output_tensor.view(1, -1)
+        pending, factor = self._pending_for(rows), scale_of(op, world_size)
+
+        def reduce(number: int, columns: slice) -> Generator[None]:
+            node_slice = None if pending is None else pending[:, columns]
+            return self._reduce(number, rows[:, columns], out[:, columns], node_slice, factor, group)
+
+        run_pipelined(reduce(*chunk) for chunk in enumerate(column_chunks(rows.shape[1], self.block_size)))
+        if pending is not None and not self.sync_across:
             output_tensor.zero_()
+            self.pending = pending
+        else:
+            self.pending = None
         return None
 
-    def _reduce(self, rows: Tensor, out: Tensor, factor: float, group: ProcessGroup) -> None:
-        """rows [W, S] -> out [1, S], through all hops."""
-        received, codec = self._exchange(self.hops[0], rows, self._row_order, group)
-        if len(self.hops) == 2:
-            received, codec = self._exchange_sums(self.hops[1], received, codec, rows.shape[1], factor, group)
-            factor = 1.0
-        self._decode_sum(codec, received, out, factor)
+    def _pending_for(self, rows: Tensor) -> Tensor | None:
+        """The node slice [N, S] to add this micro-batch to, or None if there is nothing to put off.
 
-    def _accumulate(self, rows: Tensor, factor: float, group: ProcessGroup) -> Tensor:
-        """The node slice [N, S] with this micro-batch added to what is pending."""
+        `.grad` being None, and sync being on, are decided by the training loop, on all ranks alike.
+        """
+        pending = self.pending
+        if pending is not None and self._gradients_dropped():
+            pending = None
+        if not self.can_defer or (pending is None and self.sync_across):
+            return None
         shape = (self.hops[-1].size, rows.shape[1])
-        node_slice, first = self.pending, self.pending is None
-        if node_slice is None:
-            node_slice = torch.empty(shape, dtype=torch.float32, device=rows.device)
-        if node_slice.shape != shape:
+        if pending is None:
+            return torch.zeros(shape, dtype=torch.float32, device=rows.device)
+        if pending.shape != shape:
             raise RuntimeError(
                 f"unit '{self.wire.unit}' reduces {shape[1]} elements per rank in this micro-batch and "
-                f"{node_slice.shape[1]} in those before it; while gradients accumulate without cross-node "
-                "sync, requires_grad of its parameters must not change"
+                f"{pending.shape[1]} in those before it; while gradients accumulate without cross-node sync, "
+                "requires_grad of its parameters must not change"
             )
-        if len(self.hops) == 2:
-            received, codec = self._exchange(self.hops[0], rows, self._row_order, group)
-            self._decode_sum(codec, received, node_slice, factor, accumulate=not first)
-        elif first:  # one rank a node: its own gradients are the node slice
-            node_slice.copy_(rows).mul_(factor)
+        return pending
+
+    def _reduce(
+        self,
+        chunk: int,
+        rows: Tensor,
+        out: Tensor,
+        pending: Tensor | None,
+        factor: float,
+        group: ProcessGroup,
+    ) -> Generator[None]:
+        """Reduce one chunk: rows [W, S] -> out [1, S], or -> pending [N, S] while sync is off."""
+        *before, last = self.hops
+        if pending is not None:
+            if before:
+                received, codec = yield from self._exchange(chunk, before[0], rows, self._row_order, group)
+                self._decode_sum(codec, received, pending, factor, accumulate=True)
+            else:  # one rank a node: its own gradients are the node slice
+                pending.add_(rows, alpha=factor)
+            if not self.sync_across:
+                return
+            received, codec = yield from self._exchange(chunk, last, pending, None, group)
+            factor = 1.0
+        elif before:
+            arrived, codec = yield from self._exchange(chunk, before[0], rows, self._row_order, group)
+            received, codec = yield from self._exchange_sums(
+                chunk, last, arrived, codec, rows.shape[1], factor, group
+            )
+            factor = 1.0
         else:
-            node_slice.add_(rows, alpha=factor)
-        return node_slice
+            received, codec = yield from self._exchange(chunk, last, rows, None, group)
+        self._decode_sum(codec, received, out, factor)
 
     def _exchange(
-        self, hop: Hop, rows: Tensor, order: Sequence[int] | None, group: ProcessGroup
-    ) -> tuple[Tensor, Codec]:
+        self, chunk: int, hop: Hop, rows: Tensor, order: Sequence[int] | None, group: ProcessGroup
+    ) -> Generator[None, None, tuple[Tensor, Codec]]:
         """Encode rows [m * R, S] and swap them over the hop's m ranks: received [m, R, E], and its codec."""
         codec = make_codec(self.codec_names[hop.name], rows.dtype, self.block_size)
-        sent, received = self._buffers(hop, rows.shape[0] // hop.size, codec, rows.shape[1], rows.device)
+        shape = (hop.size, rows.shape[0] // hop.size, codec.row_bytes(rows.shape[1]))
+        sent, received = self._buffers(chunk, hop, shape, rows.device)
         with record_function(f"zeropp::reduce_scatter.encode ({self.wire.unit})"):
             codec.encode(rows, sent.view(rows.shape[0], -1), order)
-        self.wire.all_to_all(hop, group, sent, received)
+        yield from self.wire.all_to_all(hop, group, sent, received)
         return received, codec
 
     def _exchange_sums(
-        self, hop: Hop, arrived: Tensor, arrived_codec: Codec, numel: int, factor: float, group: ProcessGroup
-    ) -> tuple[Tensor, Codec]:
+        self,
+        chunk: int,
+        hop: Hop,
+        arrived: Tensor,
+        arrived_codec: Codec,
+        numel: int,
+        factor: float,
+        group: ProcessGroup,
+    ) -> Generator[None, None, tuple[Tensor, Codec]]:
         """The same for the sums over senders of what arrived [n, N, E1]: decode, sum, encode, swap."""
         codec = make_codec(self.codec_names[hop.name], torch.float32, self.block_size)
-        sent, received = self._buffers(hop, 1, codec, numel, arrived.device)
+        sent, received = self._buffers(chunk, hop, (hop.size, 1, codec.row_bytes(numel)), arrived.device)
         with record_function(f"zeropp::reduce_scatter.recode ({self.wire.unit})"):
             encoded = sent.view(hop.size, -1)
             if isinstance(arrived_codec, BlockCodec) and isinstance(codec, BlockCodec):
@@ -155,7 +184,7 @@ class ReduceScatter:
                 )
                 arrived_codec.decode_sum(arrived, node_slice, factor)
                 codec.encode(node_slice, encoded)
-        self.wire.all_to_all(hop, group, sent, received)
+        yield from self.wire.all_to_all(hop, group, sent, received)
         return received, codec
 
     def _decode_sum(
@@ -165,10 +194,9 @@ class ReduceScatter:
             codec.decode_sum(received, out, factor, accumulate)
 
     def _buffers(
-        self, hop: Hop, rows: int, codec: Codec, numel: int, device: torch.device
+        self, chunk: int, hop: Hop, shape: tuple[int, int, int], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        shape = (hop.size, rows, codec.row_bytes(numel))  # [m, R, E]
-        take, tag = self.wire.scratch.take, f"reduce_scatter.{hop.name}"
+        take, tag = self.wire.scratch.take, f"reduce_scatter.{hop.name}.{chunk}"
         return take(f"{tag}.sent", *shape, device=device), take(f"{tag}.received", *shape, device=device)
 
     def _as_it_is(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -55,16 +56,37 @@ class Wire:
     ledger: Ledger
     scratch: Scratch
 
-    def all_gather(self, hop: Hop, group: ProcessGroup, piece: Tensor, out: Tensor) -> None:
-        """out [hop.size, *piece.shape] = the pieces of all members, in order of rank."""
-        with record_function(f"zeropp::all_gather.{hop.name} ({self.unit})"):
-            dist.all_gather_single(out.view(-1), piece.view(-1), group=hop.group or group)
+    def all_gather(self, hop: Hop, group: ProcessGroup, piece: Tensor, out: Tensor) -> Generator[None]:
+        """out [hop.size, *piece.shape] = the pieces of all members, in order of rank. Yields on the way."""
+        label = f"zeropp::all_gather.{hop.name} ({self.unit})"
+        with record_function(label):
+            work = dist.all_gather_single(
+                out.view(-1), piece.view(-1), group=hop.group or group, async_op=True
+            )
         self.count_ring("all_gather", hop.name, hop.size, piece.numel() * piece.itemsize)
+        yield
+        with record_function(label):
+            work.wait()
 
-    def all_to_all(self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor) -> None:
-        """out[k] = what member k had in pieces[own rank]; both [hop.size, ...]."""
-        with record_function(f"zeropp::reduce_scatter.{hop.name} ({self.unit})"):
-            dist.all_to_all_single(out.view(-1), pieces.view(-1), group=hop.group or group)
+    def all_to_all(self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor) -> Generator[None]:
+        """out[k] = what member k had in pieces[own rank]; both [hop.size, ...]. Yields on the way."""
+        label = f"zeropp::reduce_scatter.{hop.name} ({self.unit})"
+        with record_function(label):
+            work = dist.all_to_all_single(
+                out.view(-1), pieces.view(-1), group=hop.group or group, async_op=True
+            )
+        self._count_all_to_all(hop, pieces)
+        yield
+        with record_function(label):
+            work.wait()
+
+    def count_ring(self, collective: Collective, hop_name: str, size: int, piece_bytes: int) -> None:
+        """Record a ring over `size` ranks in which every rank passes on all pieces but one."""
+        wire_bytes = (size - 1) * piece_bytes
+        across_bytes = {"in-node": 0, "across": wire_bytes}.get(hop_name, self._ring_share_across(wire_bytes))
+        self.ledger.record(self.unit, collective, hop_name, wire_bytes=wire_bytes, across_bytes=across_bytes)
+
+    def _count_all_to_all(self, hop: Hop, pieces: Tensor) -> None:
         piece_bytes = pieces.numel() * pieces.itemsize // hop.size
         node = self.topology.node_of[self.topology.rank]
         others_across = {
@@ -79,12 +101,6 @@ class Wire:
             wire_bytes=(hop.size - 1) * piece_bytes,
             across_bytes=others_across * piece_bytes,
         )
-
-    def count_ring(self, collective: Collective, hop_name: str, size: int, piece_bytes: int) -> None:
-        """Record a ring over `size` ranks in which every rank passes on all pieces but one."""
-        wire_bytes = (size - 1) * piece_bytes
-        across_bytes = {"in-node": 0, "across": wire_bytes}.get(hop_name, self._ring_share_across(wire_bytes))
-        self.ledger.record(self.unit, collective, hop_name, wire_bytes=wire_bytes, across_bytes=across_bytes)
 
     def count_baseline(self, collective: Collective, shard_numel: int) -> None:
         """Record what 16-bit FSDP2 would have sent for this call: a flat ring of 2-byte elements."""

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+import zeropp
+from tests.comm.test_all_gather import gather, make_all_gather, shard_of
+from tests.comm.test_reduce_scatter import gradients_of, make_reduce_scatter, reduce_once
+from tests.ranks import Ranks
+from zeropp.comm import pipeline
+
+
+@given(st.integers(1, 10**7), st.sampled_from([32, 128, 4096]))
+def test_chunks_cover_a_row_in_whole_blocks(numel: int, block_size: int) -> None:
+    chunks = pipeline.column_chunks(numel, block_size)
+    assert 1 <= len(chunks) <= pipeline.MAX_CHUNKS
+    assert [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]
+    assert chunks[-1].stop == numel
+    assert all((chunk.stop - chunk.start) % block_size == 0 for chunk in chunks[:-1])
+    assert all(chunk.stop > chunk.start for chunk in chunks)
+    if len(chunks) > 1:
+        assert numel >= 2 * pipeline.MIN_CHUNK_ELEMENTS
+
+
+def test_newer_chunks_advance_before_older_ones_wait() -> None:
+    log: list[str] = []
+
+    def chunk(name: int) -> Generator[None]:
+        for stage in "abc":
+            log.append(f"{name}{stage}")
+            if stage != "c":
+                yield
+
+    pipeline.run_pipelined(chunk(name) for name in range(3))
+    assert log == ["0a", "1a", "0b", "2a", "1b", "0c", "2b", "1c", "2c"]
+
+
+def _collectives(config: zeropp.Config, max_chunks: int, numel: int) -> tuple[Any, ...]:
+    chunks = pipeline.MAX_CHUNKS
+    pipeline.MAX_CHUNKS = max_chunks
+    try:
+        comm = make_all_gather(config)
+        shard = shard_of(dist.get_rank(), numel, torch.bfloat16)
+        weights = [gather(comm, shard), gather(comm, shard)]
+        reducer = make_reduce_scatter(config)
+        results: list[Tensor] = []
+        for step in range(3):
+            reducer.sync_across = step != 0
+            gradients = gradients_of(dist.get_rank(), dist.get_world_size() * numel, torch.bfloat16, step)
+            results.append(reduce_once(reducer, gradients, ReduceOp.AVG))
+        calls = {(k.collective, k.hop): t.calls for k, t in comm.wire.ledger.rows()}
+        calls |= {(k.collective, k.hop): t.calls for k, t in reducer.wire.ledger.rows()}
+    finally:
+        pipeline.MAX_CHUNKS = chunks
+    return weights, results, calls
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("gradients", ["int4", "bf16"])
+def test_cutting_into_chunks_changes_no_bit(ranks: Ranks, layout: tuple[int, int], gradients: Any) -> None:
+    nodes, per_node = layout
+    config = zeropp.Config(node_size=per_node, gradients_across=gradients)
+    numel = 3 * pipeline.MIN_CHUNK_ELEMENTS + 777
+    whole, cut = (ranks.run(_collectives, config, chunks, numel, world=nodes * per_node) for chunks in (1, 3))
+    for (weights, results, calls), (cut_weights, cut_results, cut_calls) in zip(whole, cut, strict=True):
+        assert all(
+            torch.equal(a, b) for a, b in zip(weights + results, cut_weights + cut_results, strict=True)
+        )
+        assert cut_calls == {key: 3 * count for key, count in calls.items()}
+
+
+def _nothing() -> int:
+    comm, reducer = (make(zeropp.Config(node_size=2)) for make in (make_all_gather, make_reduce_scatter))
+    empty = gather(comm, torch.empty(0))  # type: ignore[arg-type]
+    reduced = reduce_once(reducer, torch.empty(0), ReduceOp.AVG)  # type: ignore[arg-type]
+    return empty.numel() + reduced.numel()
+
+
+def test_a_unit_without_elements_sends_nothing(ranks: Ranks) -> None:
+    assert ranks.run(_nothing) == [0] * 4
