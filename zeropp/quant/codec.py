@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import reference
+from .dispatch import implementation_for
 from .formats import BlockFormat, RowOrder, align
 
 if TYPE_CHECKING:
@@ -82,17 +82,17 @@ class BlockCodec(Codec):
         return self.fmt.row_bytes(numel)
 
     def encode(self, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        reference.encode(self.fmt, source, out, order)
+        implementation_for(source).encode(self.fmt, source, out, order)
 
     def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        reference.decode(self.fmt, encoded, out, order)
+        implementation_for(out).decode(self.fmt, encoded, out, order)
 
     def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
-        reference.decode_sum(self.fmt, encoded, out, factor, accumulate)
+        implementation_for(out).decode_sum(self.fmt, encoded, out, factor, accumulate)
 
     def recode(self, encoded: Tensor, into: BlockCodec, out: Tensor, numel: int, factor: float = 1.0) -> None:
         """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass."""
-        reference.recode(self.fmt, encoded, into.fmt, out, numel, factor)
+        implementation_for(out).recode(self.fmt, encoded, into.fmt, out, numel, factor)
 
 
 def make_codec(name: CodecName, dtype: torch.dtype, block_size: int) -> Codec:

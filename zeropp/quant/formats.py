@@ -18,7 +18,8 @@ full-width loads on each of them.
            opposite sign between 7.5 and 8 steps is clipped to 7 steps.
 Every implementation computes in fp32, in this order, rounding to nearest even, so that all of them produce
 the same bytes. Three cases are decided per block:
-    - |scale| is at least 2^-126, so that 1/scale is finite. A block of zeros decodes to zeros.
+    - |scale| is at least 2^-126, so that 1/scale is finite. A block of zeros has the scale +2^-126 and
+      decodes to zeros.
     - If rounding the scale up to bf16 would make the extreme overflow the source dtype when decoded, the
       scale is rounded toward zero instead and the extreme clipped, by less than a step: finite in,
       finite out.
@@ -37,6 +38,7 @@ RowOrder = Sequence[int]
 ROW_ALIGNMENT = 16
 SCALE_BYTES = 2
 MIN_SCALE = 2.0**-126
+NAN_SCALE_BITS = 0x7FC0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .formats import MIN_SCALE, SCALE_BYTES, BlockFormat, RowOrder
+from .formats import MIN_SCALE, NAN_SCALE_BITS, SCALE_BYTES, BlockFormat, RowOrder
 
 
 def encode(fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
@@ -33,7 +33,8 @@ def encode(fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder | None
     else:
         nibbles = (codes + 8).to(torch.uint8)
         payload.copy_((nibbles[..., :half] | nibbles[..., half:] << 4).view(rows, -1))
-    scales.copy_(scale)
+    bits = (scale.view(torch.int32) >> 16).to(torch.int16)  # not a cast: torch has several NaNs
+    scales.view(torch.int16).copy_(torch.where(scale.isnan(), NAN_SCALE_BITS, bits))
     out[:, fmt.payload_bytes(numel) + blocks * SCALE_BYTES :] = 0
 
 
@@ -101,7 +102,7 @@ def _scales(fmt: BlockFormat, x: Tensor, largest: float) -> Tensor:
         exact = x.abs().amax(-1) * (1.0 / 127)
     else:
         high, low = x.amax(-1), x.amin(-1)
-        exact = torch.where(-low >= high, low, high) * -0.125
+        exact = torch.where(-low >= high, low, high) * -0.125 + 0.0  # of zeros: never -0.0
     scale = exact.bfloat16().float()
     toward_zero = (exact.view(torch.int32) & -0x10000).view(torch.float32)
     scale = torch.where(scale.abs() * -fmt.min_code > largest, toward_zero, scale)

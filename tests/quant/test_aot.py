@@ -1,0 +1,73 @@
+"""The GPU kernels, compiled for GPUs that are not here: no spills, wide loads, nothing fused or flushed."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from zeropp.quant import aot
+
+FUSED = r"\bFFMA\b|\bv_(pk_)?(fma|fmac|mad|mac)_"
+REPRESENTATIVE = [
+    aot.encode_variant("fp32", bits=4, block_size=128),
+    aot.encode_variant("bf16", bits=8, block_size=128),
+    aot.encode_variant("fp16", bits=8, block_size=256),
+    aot.decode_variant("bf16", bits=8, block_size=128),
+    aot.decode_variant("fp32", bits=4, block_size=256),
+    aot.decode_variant("fp32", bits=4, block_size=128, senders=8, accumulate=True),
+    aot.recode_variant(bits=8, into_bits=4, block_size=128, senders=8),
+    aot.recode_variant(bits=4, into_bits=4, block_size=128, senders=3),
+]
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("variant", REPRESENTATIVE, ids=lambda variant: str(variant.name))
+def test_compiles_well(variant: aot.Variant, target: str) -> None:
+    report = aot.compile_variant(variant, target)
+    assert report.missing == ""
+    assert report.spills == 0
+    assert report.load_bits == 128
+    assert report.registers is not None
+    assert report.registers <= 128  # 512 threads on a multiprocessor, or more
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_sums_are_not_fused_and_subnormals_are_kept(target: str) -> None:
+    """Either would change bytes. (Encoding has fused instructions: they are how a division is done.)"""
+    report = aot.compile_variant(
+        aot.decode_variant("fp32", bits=8, block_size=128, senders=2, accumulate=True), target
+    )
+    assert re.search(r"\bFADD\b|\bv_(pk_)?add_f32", report.assembly)  # so there is something to search in
+    assert not re.search(FUSED, report.assembly)
+    assert ".FTZ" not in report.assembly
+    assert target != "gfx942" or ".amdhsa_float_denorm_mode_32 3" in report.assembly
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_odd_rows_do_not_narrow_the_loads_of_bytes(target: str) -> None:
+    report = aot.compile_variant(aot.decode_variant("bf16", bits=8, block_size=128, odd_rows=True), target)
+    assert (report.spills, report.load_bits) == (0, 128)
+
+
+def test_counts_instructions_unless_there_is_a_loop() -> None:
+    few, more, loop = (
+        aot.compile_variant(aot.recode_variant(8, 4, 128, senders), "sm_90").instructions
+        for senders in (2, 4, 16)
+    )
+    assert few is not None
+    assert more is not None
+    assert 10 < few < more < 60
+    assert loop is None
+
+
+def test_compile_all_selects_by_name() -> None:
+    reports = aot.compile_all(["sm_80"], block_sizes=[128], name_contains="encode bf16 to int4")
+    assert [(report.variant, report.target) for report in reports] == [
+        ("encode bf16 to int4, block 128", "sm_80")
+    ]

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zeropp.quant import cpu, reference
+from zeropp.quant.dispatch import implementation_for
+
+WITHOUT_NUMBA = """
+import logging, sys
+sys.modules["numba"] = None  # as if it were not installed
+logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout)
+import torch, zeropp
+from zeropp.quant import make_codec, reference
+from zeropp.quant.dispatch import implementation_for
+x = torch.randn(2, 300)
+for _ in range(2):
+    assert implementation_for(x) is reference
+    codec = make_codec("int8", x.dtype, 128)
+    encoded = torch.empty(2, codec.row_bytes(300), dtype=torch.uint8)
+    codec.encode(x, encoded)
+"""
+
+
+def test_cpu_tensors_get_the_numba_kernels() -> None:
+    assert implementation_for(torch.zeros(3)) is cpu  # type: ignore[comparison-overlap]
+
+
+def test_fake_tensors_of_a_dry_run_get_the_reference() -> None:
+    with FakeTensorMode():
+        assert implementation_for(torch.zeros(3)) is reference  # type: ignore[comparison-overlap]
+
+
+def test_without_numba_the_reference_works_and_one_warning_says_so() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.count("WARNING") == 1
+    assert "numba is not installed" in run.stdout
+    assert "install zeropp[cpu]" in run.stdout

@@ -1,0 +1,110 @@
+"""The GPU kernels on the CPU, in Triton's interpreter, against the reference, bit for bit.
+
+TRITON_INTERPRET=1 must be set before triton is imported, and nothing can be compiled afterwards. So pytest
+runs this file a second time, in a process of its own with the variable set, and there it holds the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_in_the_interpreter() -> None:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+        environment = os.environ | {"TRITON_INTERPRET": "1"}
+        repository = Path(__file__).parents[2]
+        run = subprocess.run(command, env=environment, cwd=repository, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+else:
+    from tests.quant.test_conformance import (
+        BLOCK_SIZES,
+        FLOAT_DTYPES,
+        Case,
+        Implementation,
+        assert_same_bits,
+        make_canonical,
+        make_encoded,
+        make_out,
+        make_source,
+        test_decode,
+        test_decode_sum,
+        test_encode,
+        test_recode,
+    )
+    from zeropp.quant import gpu, reference
+    from zeropp.quant.formats import BlockFormat
+
+    # Imported, the conformance tests run here too, with the `implementation` below.
+    __all__ = ["test_decode", "test_decode_sum", "test_encode", "test_recode"]
+
+    GPU = Implementation("gpu", gpu, max_examples=4, max_numel=5000)
+
+    @pytest.fixture
+    def implementation() -> Implementation:
+        return GPU
+
+    @pytest.fixture(autouse=True)
+    def quiet_numpy() -> Iterator[None]:
+        """The interpreter computes with numpy, which warns of the overflows that are wanted here."""
+        with np.errstate(all="ignore"):
+            yield
+
+    @pytest.mark.parametrize("bits", [8, 4])
+    @pytest.mark.parametrize("block_size", BLOCK_SIZES)
+    def test_every_format(bits: int, block_size: int) -> None:
+        """Two tiles, the second with a tail; rows that start anywhere; NaN, Inf, huge, tiny and zeros."""
+        fmt = BlockFormat(bits, block_size)
+        case = Case(GPU, fmt, rows=2, numel=4099, seed=block_size, gap=3, order=[1, 0])
+        for dtype in FLOAT_DTYPES:
+            source = make_source(case, dtype)
+            expected, expected_view = make_out(case, torch.uint8, fmt.row_bytes(case.numel))
+            actual, actual_view = make_out(case, torch.uint8, fmt.row_bytes(case.numel))
+            reference.encode(fmt, source, expected_view, case.order)
+            gpu.encode(fmt, source, actual_view, case.order)
+            make_canonical(fmt, expected_view, case.numel)
+            make_canonical(fmt, actual_view, case.numel)
+            assert_same_bits(actual, expected)
+
+            expected, expected_view = make_out(case, dtype, case.numel)
+            actual, actual_view = make_out(case, dtype, case.numel)
+            encoded = make_encoded(case, dtype, senders=1)[0]
+            reference.decode(fmt, encoded, expected_view, case.order)
+            gpu.decode(fmt, encoded, actual_view, case.order)
+            assert_same_bits(actual, expected)
+
+    def test_a_scale_is_rounded_toward_zero_rather_than_overflow() -> None:
+        """Then the extreme is more than 127 steps (or 8), and is clipped; of either sign."""
+        for bits in (8, 4):
+            fmt = BlockFormat(bits, 128)
+            for dtype in FLOAT_DTYPES:
+                source = torch.linspace(-1, 1, 512).mul(torch.finfo(dtype).max).to(dtype).view(2, 256)
+                expected = torch.zeros(2, fmt.row_bytes(256), dtype=torch.uint8)
+                actual = torch.ones_like(expected)
+                reference.encode(fmt, source, expected)
+                gpu.encode(fmt, source, actual)
+                assert_same_bits(actual, expected)
+
+    def test_rejects_what_it_would_do_wrong() -> None:
+        fmt = BlockFormat(8, 128)
+        source, out = torch.zeros(2, 128), torch.zeros(2 * 144 + 1, dtype=torch.uint8)
+        rows = out[:-1].view(2, 144)
+        with pytest.raises(ValueError, match=r"order is \(0, 0\); expected a permutation of the 2 rows"):
+            gpu.encode(fmt, source, rows, [0, 0])
+        with pytest.raises(ValueError, match=r"source is torch\.float64"):
+            gpu.encode(fmt, source.double(), rows)
+        with pytest.raises(ValueError, match=r"expected uint8 of shape \(2, 144\)"):
+            gpu.encode(fmt, source, rows[:, :128])
+        with pytest.raises(ValueError, match="out has rows at odd addresses"):
+            gpu.encode(fmt, source, out[1:].view(2, 144))
