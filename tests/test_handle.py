@@ -128,6 +128,27 @@ def test_after_remove_it_is_plain_fsdp2_again(ranks: Ranks) -> None:
         assert plain == ours
 
 
+def _memory() -> list[int]:
+    trainer = Trainer(ON_2X2)
+    zpp = trainer.zpp
+    assert zpp is not None
+    sizes = [zpp.communication_bytes]
+    trainer.step()
+    sizes.append(zpp.communication_bytes)
+    zpp.set_requires_cross_node_sync(False)
+    trainer.backward()
+    sizes.append(zpp.communication_bytes)
+    zpp.drop_pending_gradients()
+    sizes.append(zpp.communication_bytes)
+    return sizes
+
+
+def test_memory_is_told(ranks: Ranks) -> None:
+    for before, stepped, pending, dropped in ranks.run(_memory):
+        assert 0 == before < stepped < pending
+        assert stepped <= dropped < pending  # scratch may have grown, pending gradients are gone
+
+
 def _lifetime() -> None:
     net = make_net()
     zpp = zeropp.apply(net, ON_2X2)

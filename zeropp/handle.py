@@ -76,13 +76,19 @@ class ZeroPP:
     """zeropp on one model. Made by `apply`."""
 
     def __init__(
-        self, config: Config, overrides: Mapping[str, Config], treatments: list[Treatment], ledger: Ledger
+        self,
+        config: Config,
+        overrides: Mapping[str, Config],
+        treatments: list[Treatment],
+        ledger: Ledger,
+        scratch: Scratch,
     ) -> None:
         self.config = config
         self.overrides = dict(overrides)
         self.treatments = treatments
         self.ledger = ledger
         """What this rank sent, per unit, collective and hop."""
+        self._scratch = scratch
         self._handles: list[Any] = []
         self._accumulates = False
 
@@ -95,6 +101,15 @@ class ZeroPP:
         for row in rows:
             table.add_row(*row.values())
         return render(table)
+
+    @property
+    def communication_bytes(self) -> int:
+        """Memory that zeropp keeps on this rank: node shards, pending gradients and scratch buffers."""
+        kept = self._scratch.nbytes
+        for _, all_gather, reduce_scatter in self._installed():
+            kept += 0 if all_gather.node_shard is None else all_gather.node_shard.nbytes
+            kept += 0 if reduce_scatter.pending is None else reduce_scatter.pending.nbytes
+        return kept
 
     def invalidate(self) -> None:
         """Say that weights were changed by other means than an optimizer step or `load_state_dict`.
@@ -237,7 +252,7 @@ def apply(
     treatments = [_treat(unit, chosen[unit], ledger, scratch) for unit in units]
     if previous is not None:
         previous.remove()
-    zpp = ZeroPP(config, overrides, treatments, ledger)
+    zpp = ZeroPP(config, overrides, treatments, ledger, scratch)
     zpp._install()
     _log(zpp)
     return zpp

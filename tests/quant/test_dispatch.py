@@ -26,12 +26,12 @@ for _ in range(2):
 
 
 def test_cpu_tensors_get_the_numba_kernels() -> None:
-    assert implementation_for(torch.zeros(3)) is cpu  # type: ignore[comparison-overlap]
+    assert implementation_for(torch.zeros(3)) is cpu
 
 
 def test_fake_tensors_of_a_dry_run_get_the_reference() -> None:
     with FakeTensorMode():
-        assert implementation_for(torch.zeros(3)) is reference  # type: ignore[comparison-overlap]
+        assert implementation_for(torch.zeros(3)) is reference
 
 
 def test_without_numba_the_reference_works_and_one_warning_says_so() -> None:
