@@ -1,0 +1,233 @@
+"""The CPU kernels against memory speed: python benchmarks/kernels.py --markdown docs/kernels-cpu.md
+
+ratio = time of a torch copy_ that reads and writes as many bytes / time of the kernel. Both are the best of
+many runs, taken in turns because the machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from zeropp.quant import cpu
+from zeropp.quant.formats import BlockFormat
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = {"int8": BlockFormat(bits=8, block_size=256), "int4": BlockFormat(bits=4, block_size=128)}
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure encode, decode, decode_sum and recode on the CPU."""
+
+    millions: tuple[int, ...] = (1, 16, 64)
+    """Elements per buffer, in units of 2^20."""
+    threads: tuple[int, ...] = (1, 2)
+    formats: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
+    dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
+    senders: tuple[int, ...] = (2, 4, 8)
+    """Of decode_sum and recode."""
+    rounds: int = 15
+    """Runs of each operation at 64M elements; more of them at fewer elements."""
+    json: Path | None = None
+    """Write the measurements here."""
+    markdown: Path | None = None
+    """Write the table here."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operations on the same buffers, which are measured in turns."""
+
+    threads: int
+    elements: int
+    format: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    name: str
+    moved_bytes: int
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    operation: str
+    format: str
+    dtype: str
+    elements: int
+    threads: int
+    kernel_ms: float
+    copy_ms: float
+    gigabytes_per_second: float
+    ratio: float
+
+
+def main(options: Options) -> None:
+    console = Console()
+    machine = describe_machine()
+    console.print(machine)
+    groups = [
+        Group(threads, millions << 20, format_name, dtype)
+        for threads in options.threads
+        for millions in options.millions
+        for format_name in options.formats
+        for dtype in options.dtypes
+    ]
+    measurements: list[Measurement] = []
+    for group in track(groups, "Measuring", console=console):
+        measurements += measure(group, options)
+    console.print(make_table(measurements))
+    if options.json:
+        content = {"machine": machine, "measurements": [asdict(each) for each in measurements]}
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    if options.markdown:
+        options.markdown.write_text(to_markdown(machine, measurements))
+
+
+def measure(group: Group, options: Options) -> Iterator[Measurement]:
+    torch.set_num_threads(group.threads)
+    operations = list(make_operations(group, options))
+    most_bytes = max(operation.moved_bytes for operation in operations)
+    source, target = torch.ones(2, most_bytes // 2, dtype=torch.uint8)
+    best_kernel = [float("inf")] * len(operations)
+    best_copy = list(best_kernel)
+    for operation in operations:
+        operation.run()  # compile, and touch every page
+    for _ in range(options.rounds * min(10, max(1, (64 << 20) // group.elements))):
+        for i, operation in enumerate(operations):
+            half = operation.moved_bytes // 2
+            best_copy[i] = min(best_copy[i], seconds(partial(target[:half].copy_, source[:half])))
+            best_kernel[i] = min(best_kernel[i], seconds(operation.run))
+    for operation, kernel, copy in zip(operations, best_kernel, best_copy, strict=True):
+        yield Measurement(
+            operation=operation.name,
+            format=group.format,
+            dtype=group.dtype,
+            elements=group.elements,
+            threads=group.threads,
+            kernel_ms=kernel * 1e3,
+            copy_ms=copy * 1e3,
+            gigabytes_per_second=operation.moved_bytes / kernel / 1e9,
+            ratio=copy / kernel,
+        )
+
+
+def make_operations(group: Group, options: Options) -> Iterator[Operation]:
+    fmt, dtype = FORMATS[group.format], DTYPES[group.dtype]
+    numel = group.elements // ROWS
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    values = torch.randn(ROWS, numel).to(dtype)
+    out = torch.ones_like(values)
+    encoded = torch.ones(max(options.senders), ROWS, fmt.row_bytes(numel), dtype=torch.uint8)
+    for sender in encoded:
+        cpu.encode(fmt, values, sender)
+    recoded = torch.ones_like(encoded[0])
+
+    value_bytes, encoded_bytes = nbytes(values), nbytes(encoded[0])
+    one_way = value_bytes + encoded_bytes
+    yield Operation("encode", one_way, partial(cpu.encode, fmt, values, recoded))
+    yield Operation("encode, ordered", one_way, partial(cpu.encode, fmt, values, recoded, order))
+    yield Operation("decode", one_way, partial(cpu.decode, fmt, encoded[0], out))
+    yield Operation("decode, ordered", one_way, partial(cpu.decode, fmt, encoded[0], out, order))
+    for k in options.senders:
+        yield Operation(
+            f"decode_sum of {k}",
+            k * encoded_bytes + value_bytes,
+            partial(cpu.decode_sum, fmt, encoded[:k], out, 1 / 8),
+        )
+    if group.dtype == "fp32":  # recode never sees another dtype
+        for k in options.senders:
+            yield Operation(
+                f"recode of {k}",
+                (k + 1) * encoded_bytes,
+                partial(cpu.recode, fmt, encoded[:k], fmt, recoded, numel, 1 / 8),
+            )
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def describe_machine() -> dict[str, str]:
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":")[1].strip() if names else model
+    return {
+        "cpu": model,
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": version("numba"),
+    }
+
+
+def cells(measurement: Measurement) -> list[str]:
+    return [
+        measurement.operation,
+        measurement.format,
+        "-" if measurement.operation.startswith("recode") else measurement.dtype,
+        f"{measurement.elements >> 20}M",
+        str(measurement.threads),
+        f"{measurement.kernel_ms:.2f}",
+        f"{measurement.copy_ms:.2f}",
+        f"{measurement.gigabytes_per_second:.1f}",
+        f"{measurement.ratio:.2f}",
+    ]
+
+
+COLUMNS = ["operation", "format", "dtype", "elements", "threads", "kernel ms", "copy ms", "GB/s", "ratio"]
+
+
+def make_table(measurements: list[Measurement]) -> Table:
+    table = Table(*COLUMNS, title="CPU kernels against a copy of the same bytes")
+    for measurement in measurements:
+        table.add_row(*cells(measurement))
+    return table
+
+
+def to_markdown(machine: dict[str, str], measurements: list[Measurement]) -> str:
+    lines = [
+        "# CPU kernels",
+        "",
+        "Written by `benchmarks/kernels.py`. ratio = time of a torch `copy_` that reads and writes as many "
+        "bytes / time of the kernel, best of many runs in turns.",
+        "",
+        ", ".join(f"{key} {value}" for key, value in machine.items()),
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+        *("| " + " | ".join(cells(measurement)) + " |" for measurement in measurements),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
