@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import zeropp
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import quickstart  # type: ignore[import-not-found]
+import quickstart  # type: ignore[import-not-found, unused-ignore]
 
 
 @dataclass

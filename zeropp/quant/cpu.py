@@ -26,7 +26,9 @@ from .formats import SCALE_BYTES, BlockFormat, RowOrder
 ENCODE_TILE_SIZE = 2048
 # ... and where there are none to find, few, so that reads and writes of memory alternate.
 DECODE_TILE_SIZE = 256
-MIN_ELEMENTS_PER_THREAD = 1 << 18  # handing a share to another thread costs as much as encoding this many
+# Several shares per thread, because cores are not equally fast, but none too small to be worth handing out.
+SHARES_PER_THREAD = 4
+MIN_ELEMENTS_PER_SHARE = 1 << 18
 
 _KERNEL_DTYPES = {  # see [Note: Elements] in cpu_kernels.py
     torch.float32: torch.float32,
@@ -172,15 +174,24 @@ def _order_array(order: tuple[int, ...] | None, rows: int) -> NDArray[np.int64]:
 
 def _run(kernel: Callable[..., None], tiles: int, elements_per_tile: int, *args: object) -> None:
     """kernel(*args, first, last) over all tiles, on as many threads as are worth it."""
-    threads = min(torch.get_num_threads(), tiles * elements_per_tile // MIN_ELEMENTS_PER_THREAD)
+    shares = min(
+        torch.get_num_threads() * SHARES_PER_THREAD, tiles * elements_per_tile // MIN_ELEMENTS_PER_SHARE
+    )
+    threads = min(torch.get_num_threads(), shares)
     if threads <= 1:
         kernel(*args, 0, tiles)
         return
-    shares = list(pairwise(tiles * i // threads for i in range(threads + 1)))
-    others = [_workers(os.getpid()).submit(kernel, *args, *share) for share in shares[1:]]
-    kernel(*args, *shares[0])
-    for other in others:
-        other.result()
+    ranges = iter(list(pairwise(tiles * i // shares for i in range(shares + 1))))
+
+    def work() -> None:
+        for first, last in ranges:  # all threads take from the same iterator
+            kernel(*args, first, last)
+
+    helpers = [_workers(os.getpid()).submit(work) for _ in range(threads - 1)]
+    work()
+    for helper in helpers:
+        if not helper.cancel():  # one that was not even started is not needed any more
+            helper.result()
 
 
 @cache
