@@ -1,0 +1,93 @@
+"""Train a little, on whatever cluster this is started on by torchrun, and write what happened to a file.
+
+    python -m tests.lab.steps FOLDER CONFIG... [--steps N] [--timeout SECONDS]
+
+Each rank writes FOLDER/<rank>.json: for every config the losses, the seconds of every step, what the ledger
+counted and what the node's interface sent, between the end of the first step and the end of the last.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import zeropp
+
+CONFIGS = {"default": zeropp.Config(), "wire16": zeropp.Config.wire16()}
+WIDTH = 384
+
+
+@dataclass
+class Options:
+    folder: tyro.conf.Positional[Path]
+    configs: tyro.conf.Positional[tuple[str, ...]]
+    steps: int = 5
+    timeout: float = 60.0
+
+
+def sent_bytes() -> int:
+    """What this node's interface has sent: /proc/net/dev is of the namespace of whoever reads it."""
+    (line,) = (row for row in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in row)
+    return int(line.split(":")[1].split()[8])
+
+
+def sent_bytes_between_steps() -> int:
+    dist.barrier()
+    sent = sent_bytes()
+    dist.barrier()
+    return sent
+
+
+def train(config: zeropp.Config, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    zpp = zeropp.apply(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses, seconds, sent = [], [], 0
+    for step in range(steps):
+        started = time.monotonic()
+        x = torch.randn(16, WIDTH, generator=generator)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.monotonic() - started)
+        if step == 0:
+            sent = sent_bytes_between_steps()
+            zpp.ledger.reset()
+        print(f"step {step}", flush=True)  # noqa: T201
+    return {
+        "losses": losses,
+        "seconds": seconds,
+        "ledger_bytes": zpp.ledger.total().across_bytes,
+        "counter_bytes": sent_bytes_between_steps() - sent,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def main() -> None:
+    options = tyro.cli(Options)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
+    results = {name: train(CONFIGS[name], options.steps) for name in options.configs}
+    (options.folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

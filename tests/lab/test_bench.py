@@ -1,0 +1,57 @@
+"""The benchmark, small and whole, on real links."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeropp.lab.bench import Settings, run_bench
+from zeropp.lab.workload import Workload
+
+SMALL = Workload(layers=2, width=128, batch=1)
+
+
+def test_a_small_benchmark_measures_every_row() -> None:
+    shares: list[float] = []
+    rows = ("fsdp2", "wire16", "wire16-accumulate", "wire16-reshard", "hsdp", "default")
+    results = run_bench(
+        Settings(link="200mbit", micro_batches=(1, 2), rows=rows, rounds=1, loss_steps=3, workload=SMALL),
+        lambda what, share: shares.append(share),
+    )
+    assert shares == sorted(shares)
+    assert 0.9 < shares[-1] <= 1.0
+    assert results.failed == {}
+    assert {(cell.row, cell.micro_batches) for cell in results.cells} == {
+        (r, k) for r in rows for k in (1, 2)
+    }
+    sent = {(c.row, c.micro_batches): c.sent_bytes / results.parameters for c in results.cells}
+    assert sent["default", 2] == pytest.approx(sent["default", 1], rel=0.05)  # accumulation is free
+    assert sent["default", 1] < 0.85
+    assert sent["wire16", 2] == pytest.approx(2 * sent["wire16", 1], rel=0.05)
+    assert sent["wire16-accumulate", 2] < sent["wire16", 2]
+    assert sent["hsdp", 2] == pytest.approx(2.0, rel=0.1)
+    for cell in results.cells:
+        assert cell.median_ms > 0
+        assert results.limit_ms(cell) > results.compute_median_ms(cell.micro_batches) > 0
+        assert cell.peak_bytes > 0
+        assert cell.model_state_bytes > 0
+        assert cell.parts_ms["compute"] > 0
+        if cell.ledger_bytes is not None and cell.row != "wire16-reshard":
+            assert cell.sent_bytes == pytest.approx(cell.ledger_bytes, rel=0.05)
+    states = {cell.row: cell.model_state_bytes for cell in results.cells}
+    assert states["hsdp"] == pytest.approx(2 * states["fsdp2"], rel=0.02)
+    assert results.losses["wire16"] == results.losses["wire16-accumulate"]  # the same without accumulation
+    assert results.losses["fsdp2"][0] == pytest.approx(results.losses["default"][0], rel=0.02)
+    assert len(results.other_seed_losses) == 3
+
+
+def test_settings_that_make_no_sense_are_named() -> None:
+    with pytest.raises(ValueError, match="regime is 'glacial'; expected one of paper, slow, fast"):
+        Settings(regime="glacial")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a benchmark needs a rate"):
+        Settings(link="unlimited")
+    with pytest.raises(ValueError, match=r"micro_batches is \(0,\)"):
+        Settings(micro_batches=(0,))
+    with pytest.raises(ValueError, match="row is 'x'"):
+        Settings(rows=("x",))
+    with pytest.raises(ValueError, match="width is 100; expected a multiple of 64"):
+        Workload(width=100)

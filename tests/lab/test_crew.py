@@ -1,0 +1,26 @@
+"""Ranks that fail: the caller hears of it, whether all of them do or only one."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeropp.lab import Cluster, JobError
+from zeropp.lab.crew import Crew, RowError
+from zeropp.lab.workload import Workload
+
+TINY = Workload(layers=1, width=64, batch=1)
+
+
+def call_after_the_ranks_were_killed(cluster: Cluster) -> None:
+    with Crew(cluster) as crew:
+        with pytest.raises(RowError, match="row is 'nothing'; expected one of"):
+            crew.call("build", row="nothing", workload=TINY)
+        built = crew.call("build", row="wire16", workload=TINY)  # the ranks are still there
+        assert built[0] == built[1]
+        cluster._kill()
+        crew.call("steps", count=1, micro_batches=1)
+
+
+def test_errors_of_rows_and_the_end_of_ranks() -> None:
+    with Cluster(nodes=2, ranks_per_node=1) as cluster, pytest.raises(JobError, match="ended in 'steps'"):
+        call_after_the_ranks_were_killed(cluster)

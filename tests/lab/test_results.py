@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeropp.lab.results import Cell, Results, verdicts
+
+from .samples import sample_results
+
+
+@pytest.fixture
+def results() -> Results:
+    return sample_results()
+
+
+def cell(results: Results, row: str, micro_batches: int) -> Cell:
+    found = results.cell(row, micro_batches)
+    assert found is not None
+    return found
+
+
+def test_the_limit_is_compute_and_bytes_at_line_rate(results: Results) -> None:
+    assert results.limit_ms(cell(results, "wire16", 1)) == pytest.approx(100 + 500)
+    assert results.limit_ms(cell(results, "default", 1)) == pytest.approx(100 + 77)
+    assert results.limit_ms(cell(results, "default", 8)) == pytest.approx(800 + 77)
+
+
+def test_ratios_are_to_the_16_bit_baseline(results: Results) -> None:
+    assert results.speedup(cell(results, "default", 1)) == pytest.approx(3.5)
+    assert results.speedup(cell(results, "default", 8)) == pytest.approx(700 / 1600)
+    assert results.share(1) == pytest.approx(1 - 100 / 700)
+
+
+def test_median_and_spread() -> None:
+    assert Cell("x", 1, [100.0, 300.0, 110.0]).median_ms == 110.0
+    assert Cell("x", 1, [90.0, 100.0, 110.0]).spread == pytest.approx(0.1)
+    assert Cell("x", 1, [100.0] * 9 + [1000.0]).spread == 0.0  # one outlier among many
+
+
+def test_a_reader_is_told_where_rivals_win(results: Results) -> None:
+    said = verdicts(results)
+    assert "1 micro-batch: faster than our default: none of the rows" in said
+    (slower,) = (text for text in said if text.startswith("8 micro-batches: faster"))
+    assert "HSDP, gradients as bf16 (4.57x), FSDP2, 16-bit wire: the baseline (2.29x)" in slower
+    assert any("smaller at its peak than our default (400 MiB): FSDP2, 16-bit wire" in text for text in said)
+    assert any("differs from the baseline's by +0.0100; another seed makes a" in text for text in said)
+    assert "not run: DeepSpeed ZeRO-3 (fp32): DeepSpeed is not installed" in said
+    assert any("DeepSpeed qwZ, qgZ: cannot run on CPU" in text for text in said)
+
+
+def test_json_keeps_everything(results: Results, tmp_path: Path) -> None:
+    results.save(tmp_path / "bench.json")
+    assert Results.load(tmp_path / "bench.json") == results

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from zeropp.comm.ledger import render
+from zeropp.report.tables import COLUMNS, bench_tables, main_rows, parts_rows
+
+from ..lab.samples import sample_results
+
+
+def test_main_rows_have_every_column_and_mark_the_best() -> None:
+    rows = {line[0]: dict(zip(COLUMNS, line, strict=True)) for line in main_rows(sample_results(), 1)}
+    ours = rows["zeropp's default"]
+    assert ours == {
+        "": "zeropp's default",
+        "step ms": "200 ± 20 *",
+        "vs baseline": "3.50x",
+        "limit ms": "177",
+        "step / limit": "1.13",
+        "cores ms": "60",
+        "bytes": "0.77 *",
+        "ledger": "0.77",
+        "loss": "2.0100",
+        "peak MiB": "400",
+        "state": "50",
+        "comm.": "1",
+    }
+    assert rows["FSDP2, 16-bit wire: the baseline"]["peak MiB"] == "300 *"
+    assert rows["HSDP, gradients as bf16"]["ledger"] == "-"
+    assert rows["DeepSpeed ZeRO-3 (fp32)"]["step ms"] == "DeepSpeed is not installed"
+
+
+def test_a_rival_that_wins_has_the_star() -> None:
+    rows = {line[0]: line[1] for line in main_rows(sample_results(), 8)}
+    assert rows["HSDP, gradients as bf16"].endswith("*")
+    assert not rows["zeropp's default"].endswith("*")
+
+
+def test_parts_that_no_row_has_are_left_out() -> None:
+    head, *lines = parts_rows(sample_results(), 1)
+    assert head == ["", "encode", "compute"]
+    assert ["zeropp's default", "10", "100"] in lines
+
+
+def test_tables_of_all_micro_batches() -> None:
+    text = "".join(render(table) for table in bench_tables(sample_results()))
+    assert "1 micro-batch per step" in text
+    assert "8 micro-batches per step" in text

@@ -1,0 +1,8 @@
+"""`python -m zeropp`: the same as the command `zeropp`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

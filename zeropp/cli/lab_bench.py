@@ -1,0 +1,74 @@
+"""`zeropp lab bench`: step time, bytes, memory and loss of every row, on a shaped cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..lab.bench import Settings, run_bench
+from ..lab.results import Results, verdicts
+from ..report import bench_tables, render_html
+from ..report.tables import EXPLANATION
+
+FILE_WIDTH = 170  # of tables that go to a file
+
+
+@dataclass
+class Options:
+    """Train the same model in every way a user could pick, and measure each, in one interleaved run.
+
+    Builds a cluster of network namespaces, finds the link rate of the regime, and takes minutes."""
+
+    settings: Annotated[Settings, tyro.conf.arg(name="")]
+    json: Path = Path("bench.json")
+    """Where the numbers go."""
+    html: Path = Path("bench.html")
+    """Where the report goes."""
+    show: Path | None = None
+    """Do not measure: show the JSON file of an earlier run, and write its report."""
+
+
+def main(arguments: list[str]) -> int:
+    options = tyro.cli(Options, args=arguments, prog="zeropp lab bench")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_WIDTH)
+    if options.show is not None:
+        results = Results.load(options.show)
+    else:
+        _check_writable(options.json)
+        _check_writable(options.html)
+        results = _run(options.settings, console)
+        results.save(options.json)
+    options.html.write_text(render_html(results))
+    for table in bench_tables(results):
+        console.print(table)
+    console.print(EXPLANATION, style="dim")
+    for sentence in verdicts(results):
+        console.print(f"- {sentence}", markup=False)
+    console.print(f"report: {options.html}" + ("" if options.show else f"; numbers: {options.json}"))
+    return 0
+
+
+def _run(settings: Settings, console: Console) -> Results:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=600) as progress:
+        task = progress.add_task("starting ranks", total=1.0)
+
+        def show(what: str, done: float) -> None:
+            progress.update(task, completed=done)
+            if what:
+                progress.update(task, description=what)
+
+        return run_bench(settings, show)
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes of work, not after."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: {path.parent} is not a folder; make it, or name another")

@@ -1,0 +1,27 @@
+"""`zeropp lab clean`: remove what killed labs left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tyro
+from rich.console import Console
+
+from ..lab import clean
+
+
+@dataclass
+class Options:
+    """End the processes of labs whose owner was killed; the kernel then removes their network.
+
+    Labs that are still in use are not touched."""
+
+
+def main(arguments: list[str]) -> int:
+    tyro.cli(Options, args=arguments, prog="zeropp lab clean")
+    console = Console(highlight=False)
+    killed = clean()
+    for pid, command in killed.items():
+        console.print(f"ended {pid}: {command}", markup=False)
+    console.print(f"{len(killed)} processes of killed labs ended" if killed else "nothing to clean")
+    return 0

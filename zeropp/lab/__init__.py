@@ -1,0 +1,19 @@
+"""The lab: a cluster of network namespaces on one machine, to train on for real and to measure."""
+
+from .cluster import Cluster, LabError, Link, LinkCounters
+from .job import Job, JobError, JobResult
+from .processes import clean
+from .schedule import Change, Schedule
+
+__all__ = [
+    "Change",
+    "Cluster",
+    "Job",
+    "JobError",
+    "JobResult",
+    "LabError",
+    "Link",
+    "LinkCounters",
+    "Schedule",
+    "clean",
+]

@@ -1,0 +1,270 @@
+"""The benchmark: every row on the same cluster, in the same processes, interleaved and repeated.
+
+[Note: Order]
+1. Calibrate: compute and baseline, at one micro-batch, until the link rate gives the wanted share.
+2. Learn: every row trains for a while with open links, for its loss; nothing is timed.
+3. Rounds: for each number of micro-batches, for each row: build the model anew, warm up with open links,
+   shape the links, measure some steps. Rows take turns, so what the machine does meanwhile hits all of them.
+   The first round also reads memory, the last also profiles one step.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+
+from .. import __version__
+from .cluster import Cluster
+from .crew import Crew, RowError
+from .results import Cell, Results
+from .rows import BASELINE, COMPUTE, ROWS, Row, find_row
+from .units import UNLIMITED, parse_rate_bit_s
+from .workload import Workload
+
+Regime = Literal["paper", "slow", "fast"]
+SHARES: dict[str, float] = {"paper": 0.70, "slow": 0.90, "fast": 0.30}
+"""Of the baseline's step at one micro-batch that is communication."""
+SHARE_TOLERANCE = 0.02
+CALIBRATION_ROUNDS = 5
+WARM_UP_STEPS, STEPS_OF_A_CELL = 2, 4
+"""At one micro-batch; fewer with more of them, but one at least."""
+
+OnProgress = Callable[[str, float], None]
+"""Called with what happens now and the share of the work that is done."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure."""
+
+    nodes: int = 2
+    ranks_per_node: int = 2
+    regime: Regime = "paper"
+    """Sets the link rate by the share of the 16-bit baseline's step that is communication: paper 70%,
+    slow 90%, fast 30%."""
+    link: str | None = None
+    """A link rate, in the place of a regime."""
+    delay: str = "0ms"
+    loss: str = "0%"
+    micro_batches: tuple[int, ...] = (1, 4, 8)
+    """Per optimizer step; each is a table of its own."""
+    rows: tuple[str, ...] = tuple(row.name for row in ROWS)
+    rounds: int = 3
+    """How often each row takes its turn."""
+    loss_steps: int = 40
+    """Steps of the run that losses are compared by; 0: none."""
+    workload: Workload = field(default_factory=Workload)
+
+    def __post_init__(self) -> None:
+        if self.regime not in get_args(Regime):
+            raise ValueError(f"regime is {self.regime!r}; expected one of {', '.join(SHARES)}")
+        if self.link is not None and parse_rate_bit_s(self.link) is None:
+            raise ValueError("link is 'unlimited'; a benchmark needs a rate, for the limit of each row")
+        if not self.micro_batches or any(count < 1 for count in self.micro_batches):
+            raise ValueError(f"micro_batches is {self.micro_batches!r}; expected positive numbers")
+        if self.rounds < 1 or self.loss_steps < 0:
+            raise ValueError(f"rounds is {self.rounds}, loss_steps {self.loss_steps}; expected 1, 0 or more")
+        for name in self.rows:
+            find_row(name)
+
+
+def run_bench(settings: Settings, on_progress: OnProgress) -> Results:
+    """Run it all. Takes minutes."""
+    started = time.monotonic()
+    shape = (settings.nodes, settings.ranks_per_node)
+    with Cluster(*shape, UNLIMITED, settings.delay, settings.loss) as cluster, Crew(cluster) as crew:
+        bench = _Bench(settings, cluster, crew, on_progress)
+        bench.calibrate()
+        bench.learn()
+        bench.measure()
+    bench.results.seconds = time.monotonic() - started
+    return bench.results
+
+
+class _Bench:
+    def __init__(self, settings: Settings, cluster: Cluster, crew: Crew, on_progress: OnProgress) -> None:
+        self.settings, self.cluster, self.crew = settings, cluster, crew
+        self.results = Results(
+            nodes=settings.nodes,
+            ranks_per_node=settings.ranks_per_node,
+            workload=settings.workload,
+            parameters=0,
+            regime="given" if settings.link else settings.regime,
+            wanted_share=None if settings.link else SHARES[settings.regime],
+            link_bit_s=parse_rate_bit_s(settings.link) or 0 if settings.link else 0,
+            delay=settings.delay,
+            loss=settings.loss,
+            versions={"zeropp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        )
+        self._on_progress = on_progress
+        self._done, self._total = 0.0, self._count_work()
+
+    def calibrate(self) -> None:
+        """Find the link rate; see [Note: Order]."""
+        self._advance("measuring compute", 0)
+        self._build(COMPUTE, UNLIMITED, 1)
+        compute_seconds = _median_seconds(self._steps(8, 1))
+        self._advance("measuring the baseline", 10)
+        parameters = self._build(find_row(BASELINE), UNLIMITED, 1)
+        self.results.parameters = parameters
+        if self.settings.link is not None:
+            self._advance("", 40)
+            return
+        share = SHARES[self.settings.regime]
+        wanted_seconds = compute_seconds / (1 - share)
+        open_run = self._steps(4, 1)
+        bits = 8 * max(run["tx_bytes"] for run in open_run) / 4
+        fixed_seconds = _median_seconds(open_run)
+        if fixed_seconds > wanted_seconds * (1 + SHARE_TOLERANCE):
+            raise ValueError(
+                f"regime {self.settings.regime!r} cannot be reached: the baseline's step takes "
+                f"{fixed_seconds * 1e3:.0f} ms on open links and {compute_seconds * 1e3:.0f} ms of it is "
+                f"compute, so more than {share:.0%} is communication at any rate; give each micro-batch more "
+                f"to compute: workload.batch is {self.settings.workload.batch}"
+            )
+        link_bit_s = bits / (wanted_seconds - compute_seconds)
+        for _ in range(CALIBRATION_ROUNDS):
+            self.results.link_bit_s = round(link_bit_s)
+            self._set_links(self._link())
+            seconds = _median_seconds(self._steps(4, 1))
+            self._advance(f"finding the link rate for {share:.0%} communication", 8)
+            if abs(1 - compute_seconds / seconds - share) < SHARE_TOLERANCE / 2:
+                break
+            # What is neither compute nor line time does not depend on the rate.
+            other_seconds = seconds - compute_seconds - bits / link_bit_s
+            link_bit_s = bits / max(wanted_seconds - compute_seconds - other_seconds, 0.02 * wanted_seconds)
+
+    def learn(self) -> None:
+        """Losses of all rows, on open links."""
+        steps = self.settings.loss_steps
+        if steps == 0:
+            return
+        other_seed = replace(self.settings.workload, seed=self.settings.workload.seed + 1)
+        for row in self._rows():
+            self._advance(f"loss of {row.title}", 0)
+            self._try(row, partial(self._learn, row, self.settings.workload))
+            self._advance("", steps)
+        self._advance("loss of the baseline with another seed", 0)
+        self._build(find_row(BASELINE), UNLIMITED, 0, other_seed)
+        self.results.other_seed_losses = _mean_losses(self._steps(steps, 1))
+        self._advance("", steps)
+
+    def _learn(self, row: Row, workload: Workload) -> None:
+        self._build(row, UNLIMITED, 0, workload)
+        self.results.losses[row.name] = _mean_losses(self._steps(self.settings.loss_steps, 1))
+
+    def measure(self) -> None:
+        """The timed rounds."""
+        for number in range(self.settings.rounds):
+            for micro_batches in self.settings.micro_batches:
+                for row in (COMPUTE, *self._rows()):
+                    where = f"round {number + 1} of {self.settings.rounds}, {micro_batches} micro-batches"
+                    self._advance(f"{where}: {row.title}", 0)
+                    self._try(row, partial(self._measure, row, micro_batches, number))
+                    self._advance("", self._cell_work(row, micro_batches))
+
+    def _measure(self, row: Row, micro_batches: int, number: int) -> None:
+        self._build(row, self._link(), micro_batches)
+        count = _fewer(STEPS_OF_A_CELL, micro_batches)
+        runs = self._steps(count, micro_batches)
+        step_ms = [1e3 * max(run["seconds"][step] for run in runs) for step in range(count)]
+        if row is COMPUTE:
+            self.results.compute_ms.setdefault(micro_batches, []).extend(step_ms)
+            return
+        cell = self.results.cell(row.name, micro_batches)
+        if cell is None:
+            cell = Cell(row.name, micro_batches)
+            self.results.cells.append(cell)
+        cell.step_ms += step_ms
+        leaders = runs[:: self.settings.ranks_per_node]
+        cell.sent_bytes = sum(run["tx_bytes"] for run in leaders) / len(leaders) / count
+        cell.busiest_bytes = max(max(run["tx_bytes"], run["rx_bytes"]) for run in leaders) / count
+        if runs[0]["ledger_bytes"] is not None:
+            cell.ledger_bytes = sum(run["ledger_bytes"] for run in runs) / len(leaders) / count
+        cell.cores_ms = 1e3 * sum(run["cpu_seconds"] for run in runs) / count / len(os.sched_getaffinity(0))
+        if number == 0:
+            for name, values in _by_name(self.crew.call("memory")).items():
+                setattr(cell, name, int(max(values)))
+        if number == self.settings.rounds - 1:
+            parts = _by_name(self.crew.call("timeline", micro_batches=micro_batches))
+            cell.parts_ms = {name: sum(values) / len(values) for name, values in parts.items()}
+
+    def _build(
+        self, row: Row, link: str, warm_up_micro_batches: int, workload: Workload | None = None
+    ) -> int:
+        """A fresh model of the row, warmed up on open links; then shape them. Returns its parameters."""
+        self._set_links(UNLIMITED)
+        answers = self.crew.call("build", row=row.name, workload=workload or self.settings.workload)
+        if warm_up_micro_batches:
+            self._steps(_fewer(WARM_UP_STEPS, warm_up_micro_batches), warm_up_micro_batches)
+        self._set_links(link)
+        return int(answers[0]["parameters"])
+
+    def _steps(self, count: int, micro_batches: int) -> list[dict[str, Any]]:
+        return self.crew.call("steps", count=count, micro_batches=micro_batches)
+
+    def _try(self, row: Row, run: Callable[[], None]) -> None:
+        if row.name in self.results.failed:
+            return
+        try:
+            run()
+        except RowError as error:
+            self.results.failed[row.name] = str(error)
+
+    def _set_links(self, link: str) -> None:
+        self.cluster.set_link(link=link)
+
+    def _link(self) -> str:
+        return f"{self.results.link_bit_s}bit"
+
+    def _rows(self) -> list[Row]:
+        """Those that make sense here and have not failed; the others are noted."""
+        chosen = []
+        for name in self.settings.rows:
+            row = find_row(name)
+            why_not = row.why_not(self.settings.nodes, self.settings.ranks_per_node)
+            if why_not is not None:
+                self.results.failed[row.name] = why_not
+            if row.name not in self.results.failed:
+                chosen.append(row)
+        return chosen
+
+    def _count_work(self) -> float:
+        rows = [COMPUTE, *(find_row(name) for name in self.settings.rows)]
+        cells = sum(self._cell_work(row, k) for row in rows for k in self.settings.micro_batches)
+        return 50 + len(rows) * self.settings.loss_steps + cells * self.settings.rounds
+
+    @staticmethod
+    def _cell_work(row: Row, micro_batches: int) -> float:
+        """In units of a micro-batch on open links, roughly: on shaped links the baseline takes three."""
+        slowness = {COMPUTE.name: 1, "fsdp2": 6, BASELINE: 3}.get(row.name, 2)
+        steps = _fewer(WARM_UP_STEPS, micro_batches) + slowness * _fewer(STEPS_OF_A_CELL, micro_batches)
+        return 3 + micro_batches * steps
+
+    def _advance(self, what: str, work: float) -> None:
+        self._done += work
+        self._on_progress(what, min(1.0, self._done / self._total))
+
+
+def _fewer(steps: int, micro_batches: int) -> int:
+    return max(1, steps // micro_batches)
+
+
+def _median_seconds(runs: Sequence[dict[str, Any]]) -> float:
+    steps = sorted(max(values) for values in zip(*(run["seconds"] for run in runs), strict=True))
+    return float(steps[len(steps) // 2])
+
+
+def _mean_losses(runs: Sequence[dict[str, Any]]) -> list[float]:
+    return [sum(values) / len(values) for values in zip(*(run["losses"] for run in runs), strict=True)]
+
+
+def _by_name(answers: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    return {name: [answer[name] for answer in answers] for name in answers[0]}

@@ -1,0 +1,79 @@
+"""DeepSpeed's ZeRO-3 as a row of the benchmark, where it is installed (pip install deepspeed).
+
+Its ZeRO++ cannot be compared in full on CPU: qwZ and qgZ need CUDA kernels. hpZ can. Weights and gradients
+travel as fp32, since it computes in what it sends and 16-bit products are slow on most CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .rows import Row
+from .workload import Data, Gpt, Workload
+
+
+class DeepSpeedTrainee:
+    def __init__(self, row: Row, workload: Workload, ranks_per_node: int) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        try:
+            import deepspeed  # type: ignore[import-not-found]
+        except ModuleNotFoundError:
+            raise RuntimeError("DeepSpeed is not installed: pip install deepspeed") from None
+        # Every row has process groups of its own, and DeepSpeed remembers those of its last model.
+        deepspeed.comm.comm.cdb = None
+        importlib.reload(deepspeed.utils.groups)
+        deepspeed.init_distributed("gloo", verbose=False)
+        torch.manual_seed(workload.seed)
+        model = Gpt(workload)
+        self._parameters = sum(p.numel() for p in model.parameters())
+        self._workload, self._micro_batches = workload, 0
+        self._settings = {
+            "train_micro_batch_size_per_gpu": workload.batch,
+            "zero_optimization": {
+                "stage": 3,
+                "zero_hpz_partition_size": ranks_per_node if row.deepspeed_hpz else 1,
+                "stage3_param_persistence_threshold": 0,
+            },
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate)
+        self._initialize, self._model, self.engine = deepspeed.initialize, model, None
+        self.data = Data(workload, dist.get_rank())
+
+    def step(self, micro_batches: int) -> float:
+        engine = self._engine(micro_batches)
+        total = 0.0
+        for _ in range(micro_batches):
+            loss = engine(*self.data.next())
+            engine.backward(loss)  # divides by the number of micro-batches
+            engine.step()  # does nothing before the last one
+            total += loss.item() / micro_batches
+        return total
+
+    def _engine(self, micro_batches: int) -> Any:
+        """Made at the first step: DeepSpeed is told the number of micro-batches when it starts."""
+        if self.engine is None:
+            settings = self._settings | {"gradient_accumulation_steps": micro_batches}
+            self.engine, *_ = self._initialize(model=self._model, optimizer=self._optimizer, config=settings)
+            self._micro_batches = micro_batches
+        assert micro_batches == self._micro_batches
+        return self.engine
+
+    def parameters(self) -> int:
+        return self._parameters
+
+    def model_state_bytes(self) -> int:
+        """A rank's part of fp32 weights, gradients and two moments."""
+        return 16 * self._parameters // dist.get_world_size()
+
+    def communication_bytes(self) -> int:
+        return 0
+
+    def ledger_bytes(self) -> int | None:
+        return None

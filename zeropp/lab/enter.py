@@ -1,0 +1,24 @@
+"""Become a command inside a node of a lab: enter.py OWNER_PID NAMESPACE_FD IS_ROOTLESS COMMAND...
+
+Run as a script, in a process of its own: a user namespace can only be entered by a process with one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+
+def main(owner_pid: str, namespace_fd: str, is_rootless: str, *command: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespaces = [f"/proc/{owner_pid}/ns/user"] if is_rootless == "1" else []
+    namespaces.append(f"/proc/{owner_pid}/fd/{namespace_fd}")
+    for path, fd in [(path, os.open(path, os.O_RDONLY)) for path in namespaces]:
+        if libc.setns(fd, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}")
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

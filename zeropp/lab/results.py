@@ -1,0 +1,180 @@
+"""What a benchmark found: numbers per row and number of micro-batches, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .rows import BASELINE, DEFAULT, NOT_RUN, ROWS
+from .units import format_rate
+from .workload import Workload
+
+
+@dataclass
+class Cell:
+    """One row at one number of micro-batches. Bytes are per optimizer step."""
+
+    row: str
+    micro_batches: int
+    step_ms: list[float] = field(default_factory=list)
+    """Of every measured step, over all rounds."""
+    sent_bytes: float = 0.0
+    """By a node, from the interface counters, mean over nodes."""
+    busiest_bytes: float = 0.0
+    """The most that one direction of one link carried."""
+    ledger_bytes: float | None = None
+    """What the ledger says that a node sent."""
+    cores_ms: float = 0.0
+    """CPU time of all ranks, divided by the cores that they share: no step can be shorter."""
+    parts_ms: dict[str, float] = field(default_factory=dict)
+    """Of one profiled step, mean over ranks."""
+    peak_bytes: int = 0
+    """Resident memory of a rank at its peak, above what it had before the model was built."""
+    model_state_bytes: int = 0
+    """Of which weights, gradients and optimizer state, at rest."""
+    communication_bytes: int = 0
+    """Of which node shards and buffers of zeropp."""
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms)
+
+    @property
+    def spread(self) -> float:
+        """Half the range of the middle half of the steps, relative to the median."""
+        if len(self.step_ms) < 4:
+            return (max(self.step_ms) - min(self.step_ms)) / 2 / self.median_ms
+        low, _, high = statistics.quantiles(self.step_ms, n=4)
+        return (high - low) / 2 / self.median_ms
+
+
+@dataclass
+class Results:
+    """A whole run. `save` and `load` keep it as JSON."""
+
+    nodes: int
+    ranks_per_node: int
+    workload: Workload
+    parameters: int
+    regime: str
+    wanted_share: float | None
+    """Share of the baseline's step that was to be communication; None: the link was given."""
+    link_bit_s: int
+    delay: str
+    loss: str
+    versions: dict[str, str]
+    compute_ms: dict[int, list[float]] = field(default_factory=dict)
+    """Steps that send nothing, by number of micro-batches."""
+    cells: list[Cell] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """Loss of every step of a longer run of each row, mean over ranks; all with the same data."""
+    other_seed_losses: list[float] = field(default_factory=list)
+    """The same for the baseline with other data and weights: how much a loss means."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Rows that could not be run, and why."""
+    seconds: float = 0.0
+
+    def cell(self, row: str, micro_batches: int) -> Cell | None:
+        return next((c for c in self.cells if (c.row, c.micro_batches) == (row, micro_batches)), None)
+
+    def micro_batches(self) -> list[int]:
+        return sorted({cell.micro_batches for cell in self.cells})
+
+    def compute_median_ms(self, micro_batches: int) -> float:
+        return statistics.median(self.compute_ms[micro_batches])
+
+    def limit_ms(self, cell: Cell) -> float:
+        """Compute, and then the busiest link's bytes at line rate."""
+        return self.compute_median_ms(cell.micro_batches) + cell.busiest_bytes * 8e3 / self.link_bit_s
+
+    def speedup(self, cell: Cell) -> float | None:
+        """Throughput relative to the baseline's."""
+        baseline = self.cell(BASELINE, cell.micro_batches)
+        return baseline.median_ms / cell.median_ms if baseline else None
+
+    def share(self, micro_batches: int) -> float | None:
+        """Of the baseline's step that is not compute."""
+        baseline = self.cell(BASELINE, micro_batches)
+        return 1 - self.compute_median_ms(micro_batches) / baseline.median_ms if baseline else None
+
+    def final_loss(self, row: str) -> float | None:
+        """Mean of the last quarter of the row's longer run."""
+        return _tail_mean(self.losses[row]) if row in self.losses else None
+
+    def loss_noise(self) -> float | None:
+        """Difference of the baseline's final loss with another seed."""
+        baseline = self.final_loss(BASELINE)
+        if baseline is None or not self.other_seed_losses:
+            return None
+        return abs(baseline - _tail_mean(self.other_seed_losses))
+
+    def describe(self) -> str:
+        """One line: what was run."""
+        share = self.share(min(self.micro_batches()))
+        return (
+            f"{self.nodes} nodes x {self.ranks_per_node} ranks, {self.parameters / 1e6:.1f}M parameters, "
+            f"links {format_rate(self.link_bit_s)} ({self.regime}"
+            + (f": {share:.0%} of the baseline's step is communication)" if share is not None else ")")
+        )
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        raw["workload"] = Workload(**raw["workload"])
+        raw["cells"] = [Cell(**cell) for cell in raw["cells"]]
+        raw["compute_ms"] = {int(key): value for key, value in raw["compute_ms"].items()}
+        return cls(**raw)
+
+
+def verdicts(results: Results) -> list[str]:
+    """Where a rival of our default wins, and what was not run: what a reader needs to choose against us."""
+    titles = {row.name: row.title for row in ROWS}
+    sentences = []
+    for micro_batches in results.micro_batches():
+        ours = results.cell(DEFAULT, micro_batches)
+        if ours is None:
+            continue
+        rivals = [
+            cell
+            for cell in results.cells
+            if cell.micro_batches == micro_batches and cell.row != DEFAULT and cell.step_ms
+        ]
+        faster = [cell for cell in rivals if cell.median_ms < ours.median_ms]
+        smaller = [cell for cell in rivals if cell.peak_bytes < 0.95 * ours.peak_bytes]
+        where = f"{micro_batches} micro-batch" + ("es" if micro_batches > 1 else "")
+        said = ", ".join(
+            f"{titles[c.row]} ({ours.median_ms / c.median_ms:.2f}x)"
+            for c in sorted(faster, key=lambda c: c.median_ms)
+        )
+        sentences.append(f"{where}: faster than our default: {said or 'none of the rows'}")
+        said = ", ".join(
+            f"{titles[c.row]} ({c.peak_bytes / 2**20:.0f} MiB)"
+            for c in sorted(smaller, key=lambda c: c.peak_bytes)
+        )
+        sentences.append(
+            f"{where}: smaller at its peak than our default ({ours.peak_bytes / 2**20:.0f} MiB): "
+            f"{said or 'none of the rows'}"
+        )
+    default, baseline, noise = (
+        results.final_loss(DEFAULT),
+        results.final_loss(BASELINE),
+        results.loss_noise(),
+    )
+    if default is not None and baseline is not None and noise is not None:
+        sentences.append(
+            f"loss: our default's differs from the baseline's by {default - baseline:+.4f}; another seed "
+            f"makes a difference of {noise:.4f}"
+        )
+    not_run = {titles[name]: why for name, why in results.failed.items()} | NOT_RUN
+    sentences += [f"not run: {what}: {why}" for what, why in not_run.items()]
+    return sentences
+
+
+def _tail_mean(losses: list[float]) -> float:
+    return statistics.mean(losses[-max(1, len(losses) // 4) :])

@@ -1,0 +1,67 @@
+"""Where the time of a step goes, from the labels that zeropp and torch leave in a profile."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+PARTS = (
+    "encode",
+    "weights across",
+    "weights in-node",
+    "weights flat",
+    "gradients in-node",
+    "recode",
+    "gradients across",
+    "gradients flat",
+    "decode",
+    "other collectives",
+    "compute",
+)
+"""In the order of a step. "recode" is decode, sum and encode between the two hops of the gradients; "other
+collectives" are those that zeropp did not send; "compute" is all the rest of the step."""
+
+LABEL = re.compile(r"zeropp::(all_gather|reduce_scatter)\.([a-z-]+)")
+SUBJECT = {"all_gather": "weights", "reduce_scatter": "gradients"}
+
+
+def split_step(profiler: Any, step_ms: float) -> dict[str, float]:
+    """Milliseconds per part; they add up to `step_ms`, where nothing overlaps."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    labelled: list[tuple[float, float]] = []
+    collectives: list[tuple[float, float]] = []
+    for event in profiler.events():
+        start, end = event.time_range.start, event.time_range.end
+        if part := part_of(event.name):
+            parts[part] += (end - start) / 1e3
+            labelled.append((start, end))
+        elif event.name.startswith("gloo:"):
+            collectives.append((start, end))
+    parts["other collectives"] = _length([c for c in collectives if not _overlaps(c, labelled)]) / 1e3
+    parts["compute"] = max(0.0, step_ms - sum(parts.values()))
+    return parts
+
+
+def part_of(label: str) -> str | None:
+    """
+    >>> part_of("zeropp::all_gather.across (blocks.0)"), part_of("zeropp::reduce_scatter.recode ((root))")
+    ('weights across', 'recode')
+    """
+    match = LABEL.match(label)
+    if match is None:
+        return None
+    collective, what = match.groups()
+    return what if what in PARTS else f"{SUBJECT[collective]} {what}"
+
+
+def _overlaps(span: tuple[float, float], others: list[tuple[float, float]]) -> bool:
+    return any(start < span[1] and span[0] < end for start, end in others)
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    """Of the union of spans: collectives that overlap are waited for once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,166 @@
+"""One row in training: the model, sharded and treated as the row says, and its optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ..handle import ZeroPP, apply
+from .deepspeed_peer import DeepSpeedTrainee
+from .rows import Row
+from .workload import Data, Gpt, Workload
+
+
+class Trainee(Protocol):
+    """What the worker needs of a row in training."""
+
+    def step(self, micro_batches: int) -> float:
+        """One optimizer step; the loss of this rank."""
+
+    def parameters(self) -> int: ...
+    def model_state_bytes(self) -> int: ...
+    def communication_bytes(self) -> int: ...
+    def ledger_bytes(self) -> int | None:
+        """What the ledger says has left this rank's node so far; None: no ledger."""
+
+
+class FsdpTrainee:
+    """FSDP2 in all its variants, with zeropp or without."""
+
+    def __init__(self, row: Row, workload: Workload, ranks_per_node: int) -> None:
+        self.row = row
+        torch.manual_seed(workload.seed)
+        self.model = Gpt(workload)
+        self._parameters = sum(p.numel() for p in self.model.parameters())
+        options = _sharding_options(row, ranks_per_node)
+        for block in self.model.blocks:
+            fully_shard(block, **options)
+        fully_shard(self.model, **options)
+        self.zpp: ZeroPP | None = None
+        if row.config is not None:
+            self.zpp = apply(self.model, row.config)
+        if row.engine == "compute":
+            _send_nothing(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.learning_rate)
+        self.data = Data(workload, dist.get_rank())
+
+    def step(self, micro_batches: int) -> float:
+        set_sync = self._set_sync()
+        total = torch.zeros(())
+        for micro_batch in range(micro_batches):
+            set_sync(micro_batch == micro_batches - 1)
+            loss = self.model(*self.data.next()) / micro_batches
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total.item()
+
+    def _set_sync(self) -> Callable[[bool], object]:
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        if self.row.sync == "gradients":
+            return model.set_requires_gradient_sync
+        if self.row.sync == "replicas":
+            return model.set_requires_all_reduce
+        if self.row.sync == "across" and self.zpp is not None:
+            return self.zpp.set_requires_cross_node_sync
+        return lambda _: None
+
+    def parameters(self) -> int:
+        return self._parameters
+
+    def model_state_bytes(self) -> int:
+        """Sharded weights, their gradients (as many bytes again) and the optimizer's state."""
+        weights = sum(_local(p).nbytes for p in self.model.parameters())
+        state = [v for values in self.optimizer.state.values() for v in values.values()]
+        return 2 * weights + sum(_local(value).nbytes for value in state if isinstance(value, Tensor))
+
+    def communication_bytes(self) -> int:
+        """What zeropp keeps between calls: node shards and scratch buffers."""
+        if self.zpp is None:
+            return 0
+        comms = [t.comms for t in self.zpp.treatments if t.comms is not None]
+        shards = sum(gather.node_shard.nbytes for gather, _ in comms if gather.node_shard is not None)
+        return shards + comms[0][0].wire.scratch.nbytes
+
+    def ledger_bytes(self) -> int | None:
+        return None if self.zpp is None else self.zpp.ledger.total().across_bytes
+
+
+def make_trainee(row: Row, workload: Workload, ranks_per_node: int) -> Trainee:
+    if row.engine == "deepspeed":
+        return DeepSpeedTrainee(row, workload, ranks_per_node)
+    return FsdpTrainee(row, workload, ranks_per_node)
+
+
+def _sharding_options(row: Row, ranks_per_node: int) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if row.is_hsdp:
+        shape = (dist.get_world_size() // ranks_per_node, ranks_per_node)
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    if row.reshard_in_node:
+        options["reshard_after_forward"] = ranks_per_node
+    return options
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+def _send_nothing(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_NoAllGather())  # type: ignore[arg-type]  # any object will do
+            module.set_custom_reduce_scatter(_NoReduceScatter())  # type: ignore[arg-type]
+
+
+class _NoAllGather:
+    """Takes every shard to be equal to this rank's first one: numbers of the right size, and no cost."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._buffer is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        return self._buffer
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> None:
+        if self._buffer is None:
+            output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
+            self._buffer = output_tensor
+
+
+class _NoReduceScatter:
+    """Takes this rank's own gradients to be the reduced ones."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None  # of full gradients; what is returned becomes `.grad`
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._buffer is not None and self._buffer.shape == torch.Size(size):
+            return self._buffer
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+        self._buffer = input_tensor

@@ -1,0 +1,74 @@
+"""Link properties as people write them: "1gbit", "20ms", "1%"; errors name what was given and expected."""
+
+from __future__ import annotations
+
+import re
+
+UNLIMITED = "unlimited"
+RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+DELAY_UNITS_US = {"us": 1, "ms": 10**3, "s": 10**6}
+MIN_RATE_BIT_S, MAX_RATE_BIT_S = 10**4, 32 * 10**9  # tbf counts bytes per second in 32 bits
+MAX_DELAY_US = 10 * 10**6
+
+
+def parse_rate_bit_s(text: str) -> int | None:
+    """Bits per second; None: not shaped.
+
+    >>> parse_rate_bit_s("1gbit"), parse_rate_bit_s("2.5mbit"), parse_rate_bit_s("unlimited")
+    (1000000000, 2500000, None)
+    """
+    if text == UNLIMITED:
+        return None
+    rate_bit_s = _parse(text, RATE_UNITS)
+    if rate_bit_s is None or not MIN_RATE_BIT_S <= rate_bit_s <= MAX_RATE_BIT_S:
+        raise ValueError(
+            f"link is {text!r}; expected a rate from 10kbit to 32gbit, such as '300mbit' or '1gbit', "
+            f"or {UNLIMITED!r}"
+        )
+    return round(rate_bit_s)
+
+
+def parse_delay_us(text: str, most_us: int = MAX_DELAY_US) -> int:
+    """Microseconds, one way.
+
+    >>> parse_delay_us("20ms")
+    20000
+    """
+    delay_us = _parse(text, DELAY_UNITS_US)
+    if delay_us is None or delay_us > most_us:
+        most = f"{most_us // 10**6}s"
+        raise ValueError(f"time is {text!r}; expected one from 0ms to {most}, such as '20ms' or '150us'")
+    return round(delay_us)
+
+
+def parse_loss_percent(text: str) -> float:
+    """Percent of packets.
+
+    >>> parse_loss_percent("0.5%")
+    0.5
+    """
+    loss_percent = _parse(text, {"%": 1})
+    if loss_percent is None or loss_percent > 100:
+        raise ValueError(f"loss is {text!r}; expected a percentage from 0% to 100%, such as '1%'")
+    return loss_percent
+
+
+def format_rate(rate_bit_s: int | None) -> str:
+    """The inverse of `parse_rate_bit_s`, rounded for people.
+
+    >>> format_rate(312_500_000), format_rate(1_250_000_000), format_rate(None)
+    ('312mbit', '1.25gbit', 'unlimited')
+    """
+    if rate_bit_s is None:
+        return UNLIMITED
+    unit, bits = next(
+        ((u, b) for u, b in reversed(RATE_UNITS.items()) if rate_bit_s >= b), ("bit", RATE_UNITS["bit"])
+    )
+    return f"{rate_bit_s / bits:.3g}{unit}"
+
+
+def _parse(text: str, units: dict[str, int]) -> float | None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z%]+)", text) if isinstance(text, str) else None
+    if match is None or match[2] not in units:
+        return None
+    return float(match[1]) * units[match[2]]

@@ -1,0 +1,126 @@
+"""The benchmark as rich tables, and as the plain rows that they are made of."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from ..lab.results import Cell, Results
+from ..lab.rows import BASELINE, DEFAULT, ROWS, Row
+from ..lab.timeline import PARTS
+
+MIB = 2**20
+COLUMNS = (
+    "",
+    "step ms",
+    "vs baseline",
+    "limit ms",
+    "step / limit",
+    "cores ms",
+    "bytes",
+    "ledger",
+    "loss",
+    "peak MiB",
+    "state",
+    "comm.",
+)
+EXPLANATION = (
+    "step: median ± half the interquartile range. vs baseline: throughput. limit: compute + wire bytes / "
+    "line rate. cores: CPU time of all ranks / cores of this machine, another lower bound. bytes: sent per "
+    "node, parameter and step, from the interface counters; ledger: what zeropp counted. loss: of a longer "
+    "run on the same data. peak: resident memory of a rank over its start; of which model state (weights, "
+    "gradients, optimizer) and communication state. * best of its column"
+)
+
+
+def bench_tables(results: Results) -> list[Table]:
+    """One table per number of micro-batches, and one of where the time goes for each."""
+    tables = []
+    for micro_batches in results.micro_batches():
+        title = (
+            f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step; {results.describe()}"
+        )
+        tables.append(_as_table(title, [list(COLUMNS), *main_rows(results, micro_batches)]))
+        tables.append(
+            _as_table(f"ms of a step in each part ({micro_batches})", parts_rows(results, micro_batches))
+        )
+    return tables
+
+
+def main_rows(results: Results, micro_batches: int) -> list[list[str]]:
+    """Text for every row and column; the best of a column has a star."""
+    measured = [cell for row in ROWS if (cell := results.cell(row.name, micro_batches)) is not None]
+    fastest = min(measured, key=lambda cell: cell.median_ms, default=None)
+    fewest = min(measured, key=lambda cell: cell.sent_bytes, default=None)
+    smallest = min(measured, key=lambda cell: cell.peak_bytes, default=None)
+    lines = []
+    for row in ROWS:
+        cell = results.cell(row.name, micro_batches)
+        if cell is None:
+            if row.name in results.failed:
+                lines.append([row.title, results.failed[row.name], *[""] * (len(COLUMNS) - 2)])
+            continue
+        limit_ms, speedup, loss = (
+            results.limit_ms(cell),
+            results.speedup(cell),
+            results.final_loss(row.name),
+        )
+        lines.append(
+            [
+                row.title,
+                f"{cell.median_ms:.0f} ± {cell.median_ms * cell.spread:.0f}{_star(cell is fastest)}",
+                "-" if speedup is None else f"{speedup:.2f}x",
+                f"{limit_ms:.0f}",
+                f"{cell.median_ms / limit_ms:.2f}",
+                f"{cell.cores_ms:.0f}",
+                f"{cell.sent_bytes / results.parameters:.2f}{_star(cell is fewest)}",
+                "-" if cell.ledger_bytes is None else f"{cell.ledger_bytes / results.parameters:.2f}",
+                "-" if loss is None else f"{loss:.4f}",
+                f"{cell.peak_bytes / MIB:.0f}{_star(cell is smallest)}",
+                f"{cell.model_state_bytes / MIB:.0f}",
+                f"{cell.communication_bytes / MIB:.0f}",
+            ]
+        )
+    return lines
+
+
+def parts_rows(results: Results, micro_batches: int) -> list[list[str]]:
+    """A header and the milliseconds of each part that some row has."""
+    cells = [(row, cell) for row in ROWS if (cell := results.cell(row.name, micro_batches)) is not None]
+    parts = [part for part in PARTS if any(cell.parts_ms.get(part) for _, cell in cells)]
+    lines = [["", *parts]]
+    for row, cell in cells:
+        lines.append([row.title, *(_milliseconds(cell, part) for part in parts)])
+    return lines
+
+
+def style_of(title: str) -> str:
+    """How a line stands out."""
+    names = {row.title: row.name for row in ROWS}
+    return {DEFAULT: "bold green", BASELINE: "bold"}.get(names.get(title, ""), "")
+
+
+def _milliseconds(cell: Cell, part: str) -> str:
+    value = cell.parts_ms.get(part, 0.0)
+    return f"{value:.0f}" if value >= 0.5 else ""
+
+
+def _star(is_best: bool) -> str:
+    return " *" if is_best else ""
+
+
+def _as_table(title: str, lines: list[list[str]]) -> Table:
+    table = Table(title=title)
+    for number, column in enumerate(lines[0]):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for line in lines[1:]:
+        table.add_row(*line, style=style_of(line[0]))
+    return table
+
+
+def colors() -> dict[str, str]:
+    """One color per kind of row, for plots."""
+
+    def color(row: Row) -> str:
+        return "#2a9d5c" if row.name == DEFAULT else "#8ecfa8" if row.is_ours else "#8a94a6"
+
+    return {row.title: color(row) for row in ROWS}
