@@ -1,4 +1,4 @@
-"""The CPU kernels against memory speed: python benchmarks/kernels.py --markdown docs/kernels-cpu.md
+"""The CPU kernels against memory speed: python benchmarks/kernels.py --markdown table.md
 
 ratio = time of a torch copy_ that reads and writes as many bytes / time of the kernel. Both are the best of
 many runs, taken in turns because the machine's speed drifts.

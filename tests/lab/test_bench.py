@@ -12,11 +12,14 @@ SMALL = Workload(layers=2, width=128, batch=1)
 
 def test_a_small_benchmark_measures_every_row() -> None:
     shares: list[float] = []
+    saved: list[int] = []
     rows = ("fsdp2", "wire16", "wire16-accumulate", "wire16-reshard", "hsdp", "default")
     results = run_bench(
         Settings(link="200mbit", micro_batches=(1, 2), rows=rows, rounds=1, loss_steps=3, workload=SMALL),
         lambda what, share: shares.append(share),
+        lambda results: saved.append(len(results.cells)),
     )
+    assert saved == [6, 12]
     assert shares == sorted(shares)
     assert 0.9 < shares[-1] <= 1.0
     assert results.failed == {}

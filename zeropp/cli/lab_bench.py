@@ -26,7 +26,7 @@ class Options:
 
     settings: Annotated[Settings, tyro.conf.arg(name="")]
     json: Path = Path("bench.json")
-    """Where the numbers go."""
+    """Where the numbers go; also those of a run that is interrupted."""
     html: Path = Path("bench.html")
     """Where the report goes."""
     show: Path | None = None
@@ -43,8 +43,7 @@ def main(arguments: list[str]) -> int:
     else:
         _check_writable(options.json)
         _check_writable(options.html)
-        results = _run(options.settings, console)
-        results.save(options.json)
+        results = _run(options.settings, console, options.json)
     options.html.write_text(render_html(results))
     for table in bench_tables(results):
         console.print(table)
@@ -55,7 +54,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _run(settings: Settings, console: Console) -> Results:
+def _run(settings: Settings, console: Console, path: Path) -> Results:
+    """Run, and save what there is now and then: `--show` works on an interrupted run, too."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
     with Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=600) as progress:
         task = progress.add_task("starting ranks", total=1.0)
@@ -65,7 +65,7 @@ def _run(settings: Settings, console: Console) -> Results:
             if what:
                 progress.update(task, description=what)
 
-        return run_bench(settings, show)
+        return run_bench(settings, show, on_results=lambda results: results.save(path))
 
 
 def _check_writable(path: Path) -> None:

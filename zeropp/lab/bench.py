@@ -75,16 +75,16 @@ class Settings:
             find_row(name)
 
 
-def run_bench(settings: Settings, on_progress: OnProgress) -> Results:
-    """Run it all. Takes minutes."""
-    started = time.monotonic()
+def run_bench(
+    settings: Settings, on_progress: OnProgress, on_results: Callable[[Results], None] | None = None
+) -> Results:
+    """Run it all. Takes minutes; `on_results` gets what there is each time that all rows had their turn."""
     shape = (settings.nodes, settings.ranks_per_node)
     with Cluster(*shape, UNLIMITED, settings.delay, settings.loss) as cluster, Crew(cluster) as crew:
         bench = _Bench(settings, cluster, crew, on_progress)
         bench.calibrate()
         bench.learn()
-        bench.measure()
-    bench.results.seconds = time.monotonic() - started
+        bench.measure(on_results or (lambda _: None))
     return bench.results
 
 
@@ -104,6 +104,7 @@ class _Bench:
             versions={"zeropp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         )
         self._on_progress = on_progress
+        self._started = time.monotonic()
         self._done, self._total = 0.0, self._count_work()
 
     def calibrate(self) -> None:
@@ -160,7 +161,7 @@ class _Bench:
         self._build(row, UNLIMITED, 0, workload)
         self.results.losses[row.name] = _mean_losses(self._steps(self.settings.loss_steps, 1))
 
-    def measure(self) -> None:
+    def measure(self, on_results: Callable[[Results], None]) -> None:
         """The timed rounds."""
         for number in range(self.settings.rounds):
             for micro_batches in self.settings.micro_batches:
@@ -169,6 +170,8 @@ class _Bench:
                     self._advance(f"{where}: {row.title}", 0)
                     self._try(row, partial(self._measure, row, micro_batches, number))
                     self._advance("", self._cell_work(row, micro_batches))
+                self.results.seconds = time.monotonic() - self._started
+                on_results(self.results)
 
     def _measure(self, row: Row, micro_batches: int, number: int) -> None:
         self._build(row, self._link(), micro_batches)

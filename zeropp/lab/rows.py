@@ -25,7 +25,8 @@ class Row:
     `set_requires_gradient_sync`; "across": `set_requires_cross_node_sync`; "replicas": HSDP's all-reduce
     (`set_requires_all_reduce`)."""
     is_hsdp: bool = False
-    """Sharded inside the node, replicated across nodes, gradients reduced as bf16."""
+    """Sharded inside the node, replicated across nodes, gradients reduced as bf16. With one rank a node:
+    replicated only."""
     reshard_in_node: bool = False
     """`reshard_after_forward=` the ranks of a node."""
     deepspeed_hpz: bool = False
@@ -33,7 +34,7 @@ class Row:
 
     def why_not(self, nodes: int, ranks_per_node: int) -> str | None:
         """Why the row makes no sense on such a cluster."""
-        if (self.reshard_in_node or self.is_hsdp or self.deepspeed_hpz) and ranks_per_node == 1:
+        if (self.reshard_in_node or self.deepspeed_hpz) and ranks_per_node == 1:
             return "needs more than one rank per node"
         return None
 

@@ -84,12 +84,7 @@ class FsdpTrainee:
         return 2 * weights + sum(_local(value).nbytes for value in state if isinstance(value, Tensor))
 
     def communication_bytes(self) -> int:
-        """What zeropp keeps between calls: node shards and scratch buffers."""
-        if self.zpp is None:
-            return 0
-        comms = [t.comms for t in self.zpp.treatments if t.comms is not None]
-        shards = sum(gather.node_shard.nbytes for gather, _ in comms if gather.node_shard is not None)
-        return shards + comms[0][0].wire.scratch.nbytes
+        return 0 if self.zpp is None else self.zpp.communication_bytes
 
     def ledger_bytes(self) -> int | None:
         return None if self.zpp is None else self.zpp.ledger.total().across_bytes
