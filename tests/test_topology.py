@@ -134,6 +134,18 @@ def test_hop_groups_connect_columns_and_nodes(ranks: Ranks) -> None:
     assert results[5] == [("across", 3, 101010), ("in-node", 2, 110000)]
 
 
+def _timeouts() -> set[float]:
+    return {
+        hop.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for hop in Topology.of(world(), 2).hops()
+        if hop.group is not None
+    }
+
+
+def test_hop_groups_have_the_timeout_of_the_job(ranks: Ranks) -> None:
+    assert ranks.run(_timeouts, timeout=77.0) == [{77.0}] * 4
+
+
 def _collapsed() -> Any:
     return [[(hop.name, hop.size, hop.group) for hop in Topology.of(world(), size).hops()] for size in (1, 4)]
 

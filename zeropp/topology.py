@@ -26,6 +26,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -159,7 +160,10 @@ class Topology:
         (mine,) = (members for members in groups if self.rank in members)
         # Only members take part: ranks outside a sub-group of a 2-D mesh know nothing of it.
         group: ProcessGroup = dist.new_group(
-            [self.ranks[p] for p in mine], use_local_synchronization=True, group_desc=description
+            [self.ranks[p] for p in mine],
+            timeout=_timeout_of(_world()),
+            use_local_synchronization=True,
+            group_desc=description,
         )
         return group
 
@@ -175,6 +179,12 @@ def _world() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    """What the job gave init_process_group: a new group would get the backend's default, half an hour."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _discover_nodes(group: ProcessGroup, ranks: tuple[int, ...]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 import zeropp
 from tests.ranks import Ranks
-from tests.training import Trainer
+from tests.training import Trainer, make_net
 from zeropp.comm import Ledger, Traffic
 
 
@@ -82,6 +82,20 @@ def test_bytes_of_the_flat_16_bit_wire(ranks: Ranks) -> None:
         assert total["reduce_scatter", "flat"] == 3 * row
         assert across == 2 * 3 * row // 2 + 2 * row
         assert baseline == 3 * (3 * shard * 2 // 2)
+
+
+def _resharded_in_the_node() -> tuple[int, int]:
+    trainer = Trainer(zeropp.Config(node_size=2), net=make_net(reshard_after_forward=2))
+    trainer.step()
+    assert trainer.zpp is not None
+    traffic = trainer.zpp.ledger.total(unit="blocks.0", hop="post-forward")
+    return traffic.wire_bytes, traffic.across_bytes
+
+
+def test_a_gather_on_fewer_ranks_is_counted_where_it_runs(ranks: Ranks) -> None:
+    for wire_bytes, across_bytes in ranks.run(_resharded_in_the_node):
+        assert wire_bytes > 0
+        assert across_bytes == 0
 
 
 def test_off_sends_what_plain_fsdp2_sends(ranks: Ranks) -> None:

@@ -113,7 +113,7 @@ class AllGather:
         self, output: Tensor, shard: Tensor, group: ProcessGroup, async_op: bool, hop_name: str
     ) -> dist.Work | None:
         """FSDP2's own all-gather, counted."""
-        self.wire.count_ring("all_gather", hop_name, group.size(), shard.numel() * shard.itemsize)
+        self.wire.count_ring("all_gather", hop_name, group, shard.numel() * shard.itemsize)
         work: dist.Work | None = dist.all_gather_single(output, shard, group=group, async_op=async_op)
         return work
 

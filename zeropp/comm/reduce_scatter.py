@@ -208,7 +208,7 @@ class ReduceScatter:
         async_op: bool,
     ) -> dist.Work | None:
         """The backend's own reduce-scatter, counted as the ring that it should be (gloo sends twice that)."""
-        self.wire.count_ring("reduce_scatter", "flat", group.size(), output.numel() * output.itemsize)
+        self.wire.count_ring("reduce_scatter", "flat", group, output.numel() * output.itemsize)
         work: dist.Work | None = dist.reduce_scatter_single(
             output, gradients, op=op, group=group, async_op=async_op
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ class Wire:
             work = dist.all_gather_single(
                 out.view(-1), piece.view(-1), group=hop.group or group, async_op=True
             )
-        self.count_ring("all_gather", hop.name, hop.size, piece.numel() * piece.itemsize)
+        self.count_ring("all_gather", hop.name, hop.group or group, piece.numel() * piece.itemsize)
         yield
         with record_function(label):
             work.wait()
@@ -80,10 +80,13 @@ class Wire:
         with record_function(label):
             work.wait()
 
-    def count_ring(self, collective: Collective, hop_name: str, size: int, piece_bytes: int) -> None:
-        """Record a ring over `size` ranks in which every rank passes on all pieces but one."""
-        wire_bytes = (size - 1) * piece_bytes
-        across_bytes = {"in-node": 0, "across": wire_bytes}.get(hop_name, self._ring_share_across(wire_bytes))
+    def count_ring(
+        self, collective: Collective, hop_name: str, group: ProcessGroup, piece_bytes: int
+    ) -> None:
+        """Record a ring over a group in which every rank passes on all pieces but one."""
+        ranks = dist.get_process_group_ranks(group)
+        wire_bytes = (len(ranks) - 1) * piece_bytes
+        across_bytes = self._ring_share_across(wire_bytes, ranks)
         self.ledger.record(self.unit, collective, hop_name, wire_bytes=wire_bytes, across_bytes=across_bytes)
 
     def _count_all_to_all(self, hop: Hop, pieces: Tensor) -> None:
@@ -106,18 +109,22 @@ class Wire:
         """Record what 16-bit FSDP2 would have sent for this call: a flat ring of 2-byte elements."""
         wire_bytes = (self.topology.size - 1) * shard_numel * 2
         self.ledger.record_baseline(
-            self.unit, collective, wire_bytes=wire_bytes, across_bytes=self._ring_share_across(wire_bytes)
+            self.unit,
+            collective,
+            wire_bytes=wire_bytes,
+            across_bytes=self._ring_share_across(wire_bytes, self.topology.ranks),
         )
 
-    def _ring_share_across(self, wire_bytes: int) -> int:
-        """This rank's share of what a flat ring sends out of its node, if each rank sends `wire_bytes`.
+    def _ring_share_across(self, wire_bytes: int, ranks: Sequence[int]) -> int:
+        """This rank's share of what a ring over `ranks` sends out of its node, if each sends `wire_bytes`.
 
         Only ranks whose successor is on another node send across. Which ones they are is an accident of
         numbering, so the node's total is divided evenly.
         """
-        node_of, mine = self.topology.node_of, self.topology.node_of[self.topology.rank]
+        by_rank = dict(zip(self.topology.ranks, self.topology.node_of, strict=True))
+        nodes, mine = [by_rank[rank] for rank in ranks], self.topology.node_of[self.topology.rank]
         leaving = sum(
             node == mine and successor != mine
-            for node, successor in zip(node_of, (*node_of[1:], node_of[0]), strict=True)
+            for node, successor in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
         )
-        return wire_bytes * leaving // node_of.count(mine)
+        return wire_bytes * leaving // nodes.count(mine)
