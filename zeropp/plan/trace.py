@@ -68,7 +68,7 @@ class Compute:
     flops: int
     """Of matrix products, convolutions and attention, as torch.utils.flop_counter counts them."""
     bytes_touched: int
-    """Read and written by all operations but views: what bounds those with few FLOPs."""
+    """Read and written by all operations but views and those with FLOPs, whose time their FLOPs decide."""
 
 
 Event = Gather | Reduce | Compute

@@ -1,0 +1,104 @@
+"""Hardware by name: numbers from data sheets.
+
+[Note: What is not on a data sheet]
+Latencies are those of NCCL's own cost model (src/graph/tuning.cc, ring, simple protocol): 3.4 us a step over
+NVLink, 5.7 us over PCIe, 14 us over the network. TCP over Ethernet is taken as 30 us.
+The achievable share is the one number that was fitted, to the ZeRO++ paper's table on V100
+(benchmarks/paper_cells.py), and is used for all GPUs here.
+Codec kernels are taken to run at the rate of the memory; nobody has measured ours on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from .hardware import Hardware
+
+FITTED_SHARE = 0.45
+TCP_LATENCY_US = 30.0
+
+_DGX2 = Hardware(
+    name="v100-dgx2-100g",
+    source="NVIDIA DGX-2 and V100 data sheets: 125 TFLOPS tensor, 32 GB, 900 GB/s, NVLink 300 GB/s both ways",
+    ranks_per_node=16,
+    peak_tflops=125.0,
+    compute_share=FITTED_SHARE,
+    memory_gib=32.0,
+    memory_gbyte_s=900.0,
+    in_node_gbyte_s=150.0,
+    in_node_latency_us=3.4,
+    link_gbit_s=100.0,
+    link_latency_us=14.0,
+)
+_A100 = Hardware(
+    name="a100-100g",
+    source="NVIDIA A100 80GB SXM data sheet: 312 TFLOPS BF16, 80 GB, 2,039 GB/s, NVLink 600 GB/s both ways",
+    ranks_per_node=8,
+    peak_tflops=312.0,
+    compute_share=FITTED_SHARE,
+    memory_gib=80.0,
+    memory_gbyte_s=2039.0,
+    in_node_gbyte_s=300.0,
+    in_node_latency_us=3.4,
+    link_gbit_s=100.0,
+    link_latency_us=14.0,
+)
+_H100 = Hardware(
+    name="h100-8x400g",
+    source="NVIDIA DGX H100 data sheet: 989 TFLOPS BF16 dense, 80 GB, 3,350 GB/s, NVLink 900 GB/s both ways, "
+    "8 x 400 Gb/s",
+    ranks_per_node=8,
+    peak_tflops=989.0,
+    compute_share=FITTED_SHARE,
+    memory_gib=80.0,
+    memory_gbyte_s=3350.0,
+    in_node_gbyte_s=450.0,
+    in_node_latency_us=3.4,
+    link_gbit_s=3200.0,
+    link_latency_us=14.0,
+)
+_ETHERNET = replace(
+    _A100,
+    name="a100-pcie-10gbe",
+    source="NVIDIA A100 80GB PCIe data sheet: 312 TFLOPS BF16, 80 GB, 1,935 GB/s, PCIe 64 GB/s both ways; "
+    "Ethernet at line rate",
+    memory_gbyte_s=1935.0,
+    in_node_gbyte_s=32.0,
+    in_node_latency_us=5.7,
+    link_gbit_s=10.0,
+    link_latency_us=TCP_LATENCY_US,
+)
+
+
+def _with_links(base: Hardware, name: str, rates: tuple[int, ...]) -> list[Hardware]:
+    return [replace(base, name=name.format(rate), link_gbit_s=float(rate)) for rate in rates]
+
+
+CATALOG: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        *_with_links(_DGX2, "v100-dgx2-{}g", (100, 200, 400, 800)),
+        *_with_links(_A100, "a100-{}g", (100, 200, 400)),
+        _H100,
+        *_with_links(_ETHERNET, "a100-pcie-{}gbe", (10, 25, 100)),
+    )
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """By name, or from the file of that name.
+
+    >>> find_hardware("a100-200g").peak_tflops
+    312.0
+    """
+    if name in CATALOG:
+        return CATALOG[name]
+    if Path(name).suffix in (".json", ".toml"):
+        if not Path(name).is_file():
+            raise ValueError(f"hardware is {name!r}, and there is no such file")
+        return Hardware.load(Path(name))
+    raise ValueError(
+        f"hardware is {name!r}; expected one of {', '.join(CATALOG)}, or a .json or .toml file such as "
+        "`zeropp plan --measure` writes; --peak-tflops, --link-gbit-s and so on change single numbers"
+    )
