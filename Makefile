@@ -25,7 +25,7 @@ tests: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,gpu,lab,plots,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,gpu,lab,plots,hf,hf-data,dev]'
 	touch $@
 
 clean:

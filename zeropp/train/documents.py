@@ -1,0 +1,179 @@
+"""Where tokens come from: documents (files, rows of a dataset), read as one long stream that nobody holds
+in memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+# Parts of the standard library that distributions package separately; without them the text is the same
+# everywhere.
+SPLIT_OFF = {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle", "turtledemo"}
+TEST_FOLDERS = {"test", "tests", "idle_test"}
+OPEN_FILES = 64  # memory maps that stay open
+SCAN_TOKENS = 1 << 24  # read at once when looking for the largest token id
+
+
+class Documents(Protocol):
+    """Documents of known lengths, read one at a time."""
+
+    lengths: list[int]
+    is_text: bool
+    """Tokens are bytes, below 256."""
+
+    def __getitem__(self, index: int, /) -> Tokens: ...
+
+
+class TextFiles:
+    """Files as bytes, in the given order."""
+
+    is_text = True
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = [file for file in files if file.stat().st_size]
+        self.lengths = [file.stat().st_size for file in self._files]
+        self._open = lru_cache(OPEN_FILES)(lambda index: np.memmap(self._files[index], np.uint8, mode="r"))
+
+    def __getitem__(self, index: int, /) -> Tokens:
+        return self._open(index)
+
+
+class TokenFiles:
+    """One-dimensional .npy files of integers, memory-mapped, in the given order."""
+
+    is_text = False
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._open = lru_cache(OPEN_FILES)(lambda index: np.load(self._files[index], mmap_mode="r"))
+        self.lengths = []
+        for index, file in enumerate(files):
+            tokens = self._open(index)  # np.load refuses pickled objects
+            if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+                raise ValueError(
+                    f"{file} holds {tokens.dtype} of shape {tokens.shape}; expected token ids: integers in "
+                    "one dimension"
+                )
+            self.lengths.append(len(tokens))
+
+    def __getitem__(self, index: int, /) -> Tokens:
+        return self._open(index)  # type: ignore[no-any-return]
+
+
+class DatasetRows:
+    """Rows of a Hugging Face dataset on disk: token ids from column `input_ids`, or else bytes from
+    `text`."""
+
+    def __init__(self, folder: Path) -> None:
+        if importlib.util.find_spec("datasets") is None:
+            raise ModuleNotFoundError(
+                f"'hf:{folder}' needs datasets; install it with: pip install 'zeropp[hf-data]'"
+            )
+        from datasets import Dataset, load_from_disk  # type: ignore[import-untyped]
+
+        dataset = load_from_disk(folder)
+        if not isinstance(dataset, Dataset):
+            raise ValueError(
+                f"'hf:{folder}' holds the splits {', '.join(dataset)}; name the folder of one, such as "
+                f"'hf:{folder / next(iter(dataset))}'"
+            )
+        self.is_text = "input_ids" not in dataset.column_names
+        self._column = "text" if self.is_text else "input_ids"
+        if self._column not in dataset.column_names:
+            raise ValueError(
+                f"'hf:{folder}' has the columns {', '.join(dataset.column_names)}; expected 'input_ids' "
+                "or 'text'"
+            )
+        self._rows = dataset.select_columns([self._column]).with_format("arrow")
+        self.lengths = []
+        for table in self._rows.iter(batch_size=1000):
+            self.lengths += self._lengths(table[self._column])
+
+    def _lengths(self, column: Any) -> list[int]:
+        import pyarrow.compute as arrow  # type: ignore[import-untyped]
+
+        length_of = arrow.binary_length if self.is_text else arrow.list_value_length
+        return length_of(column).to_pylist()  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: int, /) -> Tokens:
+        row = self._rows[index][self._column][0]
+        if self.is_text:
+            return np.frombuffer(row.as_buffer(), np.uint8)
+        return row.values.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+class Stream:
+    """All documents, one after the other, as one sequence of tokens."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+        self._ends = np.cumsum(np.asarray(documents.lengths, np.int64))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens start .. stop - 1."""
+        parts = []
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            begin = int(self._ends[index]) - self._documents.lengths[index]
+            part = self._documents[index][start - begin : stop - begin]
+            parts.append(part.astype(np.int64))
+            start += len(part)
+            index += 1
+        return np.concatenate(parts)
+
+    def largest(self) -> int:
+        """The largest token id, from reading everything."""
+        starts = range(0, len(self), SCAN_TOKENS)
+        return max(int(self.read(start, min(start + SCAN_TOKENS, len(self))).max()) for start in starts)
+
+
+def open_documents(source: str) -> Documents:
+    """The documents that `DataConfig.source` names, in an order that is the same everywhere."""
+    if source == "stdlib":
+        return TextFiles(standard_library())
+    if source.startswith("hf:"):
+        return DatasetRows(Path(source.removeprefix("hf:")).expanduser())
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(
+            f"data source {source!r} does not exist; expected 'stdlib', 'hf:' and a path, or a path"
+        )
+    files = [path] if path.is_file() else _files_in(path)
+    token_files = [file for file in files if file.suffix == ".npy"]
+    if token_files and len(token_files) < len(files):
+        other = next(file for file in files if file.suffix != ".npy")
+        raise ValueError(
+            f"{path} holds tokens ({token_files[0].name}) and text ({other.name}); separate them"
+        )
+    return TokenFiles(files) if token_files else TextFiles(files)
+
+
+def standard_library() -> list[Path]:
+    """The sources of Python's standard library, without what some distributions leave out: tests and
+    tools."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for name in sorted(sys.stdlib_module_names - SPLIT_OFF):
+        files += [file for file in (root / f"{name}.py",) if file.is_file()]
+        files += _files_in(root / name, "*.py")
+    return [file for file in files if not TEST_FOLDERS.intersection(file.relative_to(root).parts)]
+
+
+def _files_in(folder: Path, pattern: str = "*") -> list[Path]:
+    """Files at any depth, but none that are hidden."""
+    files = (file.relative_to(folder) for file in folder.rglob(pattern) if file.is_file())
+    seen = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+    return [folder / file for file in sorted(seen, key=Path.as_posix)]

@@ -1,0 +1,90 @@
+"""FSDP2 on a model: one unit per block and one for the rest, with checkpointing, compilation and
+precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from .model import GPT
+from .models import ModelConfig, Precision, blocks_of, build_model
+
+
+def build_sharded(config: ModelConfig, seed: int, mesh: DeviceMesh) -> nn.Module:
+    """The model of a run, sharded over `mesh`. Our own GPT is sharded before it has weights, so that no
+    rank ever holds it whole; a Hugging Face model is built whole on every rank first."""
+    return shard(
+        build_model(config, seed, device="meta" if config.hugging_face is None else "cpu"),
+        mesh,
+        precision=config.precision,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+    )
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    precision: Precision = "auto",
+    activation_checkpointing: bool = False,
+    compile: bool = False,
+) -> nn.Module:
+    """Shard `model` in place, block by block. A GPT on the meta device gets its weights here.
+
+    precision: "fp32"; "bf16": compute in bf16, keep weights and reduce gradients in fp32; "auto": bf16 where
+        `is_good_at_bf16` says so.
+    activation_checkpointing: keep only the inputs of blocks and compute the rest again in backward.
+    compile: compile each block (all blocks share the code), which takes seconds where a whole model takes
+    minutes.
+    """
+    device = torch.device(mesh.device_type)
+    bf16 = precision == "bf16" or (precision == "auto" and is_good_at_bf16(device))
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if bf16
+        else MixedPrecisionPolicy()
+    )
+    if activation_checkpointing:
+        _checkpoint_blocks(model)
+    for block in blocks_of(model):
+        if compile:
+            block.compile()  # before fully_shard, whose hooks then stay outside of the graph
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        if not isinstance(model, GPT):
+            raise ValueError(
+                f"{type(model).__name__} is on the meta device and only our GPT can fill in its weights; "
+                "build it on the CPU"
+            )
+        model.to_empty(device=device)
+        model.reset_parameters()
+    return model
+
+
+def _checkpoint_blocks(model: nn.Module) -> None:
+    blocks = set(blocks_of(model))
+    owners = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for owner in owners:
+        for name, child in owner.named_children():
+            if child in blocks:
+                setattr(owner, name, checkpoint_wrapper(child))
+
+
+def is_good_at_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bf16 are faster than in fp32, by what the device says of itself.
+
+    CPUs without instructions for bf16 emulate it, many times slower than fp32.
+    """
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "sve_bf16"))
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "xpu":
+        return bool(torch.xpu.is_bf16_supported(including_emulation=False))
+    return False
