@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeropp.quant import BlockCodec, BlockFormat, CastCodec, make_codec
@@ -36,6 +36,7 @@ def test_what_cannot_be_quantized_is_sent_as_it_is(name: Any, dtype: torch.dtype
     assert torch.equal(out, x)
 
 
+@settings(deadline=None)  # the first call may compile
 @given(
     st.sampled_from(NAMES),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -59,6 +60,7 @@ def test_encode_and_decode_with_the_same_order_put_rows_back(
     assert torch.equal(alone[0], encoded[2])
 
 
+@settings(deadline=None)  # the first call may compile
 @given(st.sampled_from(NAMES), st.integers(1, 300), st.integers(1, 4))
 def test_decode_sum_in_fp32(name: Any, numel: int, senders: int) -> None:
     codec = make_codec(name, torch.bfloat16, 32)

@@ -14,6 +14,7 @@ from zeropp.quant import BlockFormat, reference
 
 FORMATS = [BlockFormat(bits, block) for bits in (8, 4) for block in (32, 128, 4096)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROTATED = [BlockFormat(bits, block, rotate=True) for bits in (8, 4) for block in (64, 128, 4096)]
 SIZES = st.sampled_from([0, 1, 2, 31, 127, 128, 129, 1009]) | st.integers(0, 700)
 
 
@@ -100,7 +101,7 @@ def test_zeros_stay_zero(fmt: BlockFormat, dtype: torch.dtype, numel: int) -> No
 
 
 @given(
-    st.sampled_from(FORMATS),
+    st.sampled_from(FORMATS + ROTATED),
     st.sampled_from(DTYPES),
     st.sampled_from([math.nan, math.inf, -math.inf]),
     st.integers(1, 500),

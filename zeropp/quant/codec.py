@@ -25,8 +25,20 @@ class Codec(ABC):
         """Wire bytes of a row of `numel` elements."""
 
     @abstractmethod
-    def encode(self, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        """out[k] = encoded source[order[k]]."""
+    def encode(
+        self,
+        source: Tensor,
+        out: Tensor,
+        order: RowOrder | None = None,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        """out[k] = encoded source[order[k]].
+
+        A codec that rounds at random needs a seed; all others round to nearest and look at neither seed nor
+        offset. Give every call another seed (derive it from step, rank, unit and hop), but all chunks of a
+        buffer the same, each with the column it starts at as its offset.
+        """
 
     @abstractmethod
     def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
@@ -46,7 +58,14 @@ class CastCodec(Codec):
     def row_bytes(self, numel: int) -> int:
         return align(numel * self.wire_dtype.itemsize)
 
-    def encode(self, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+    def encode(
+        self,
+        source: Tensor,
+        out: Tensor,
+        order: RowOrder | None = None,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
         rows = source if order is None else source[list(order)]
         self._values(out, source.shape[1]).copy_(rows)
         out[:, source.shape[1] * self.wire_dtype.itemsize :] = 0
@@ -81,22 +100,55 @@ class BlockCodec(Codec):
     def row_bytes(self, numel: int) -> int:
         return self.fmt.row_bytes(numel)
 
-    def encode(self, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        implementation_for(source).encode(self.fmt, source, out, order)
+    @property
+    def unrotated(self) -> BlockCodec:
+        """The same bytes for what works in rotated space: decodes to, and encodes, rotated numbers.
+
+        For sums that are kept between two hops: hop1.unrotated.decode_sum(...), hop2.unrotated.encode(...).
+        """
+        return BlockCodec(self.fmt.unrotated)
+
+    def encode(
+        self,
+        source: Tensor,
+        out: Tensor,
+        order: RowOrder | None = None,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        implementation_for(source, self.fmt).encode(self.fmt, source, out, order, seed, offset)
 
     def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        implementation_for(out).decode(self.fmt, encoded, out, order)
+        implementation_for(out, self.fmt).decode(self.fmt, encoded, out, order)
 
     def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
-        implementation_for(out).decode_sum(self.fmt, encoded, out, factor, accumulate)
+        implementation_for(out, self.fmt).decode_sum(self.fmt, encoded, out, factor, accumulate)
 
-    def recode(self, encoded: Tensor, into: BlockCodec, out: Tensor, numel: int, factor: float = 1.0) -> None:
-        """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass."""
-        implementation_for(out).recode(self.fmt, encoded, into.fmt, out, numel, factor)
+    def recode(
+        self,
+        encoded: Tensor,
+        into: BlockCodec,
+        out: Tensor,
+        numel: int,
+        factor: float = 1.0,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass.
+
+        Between two codecs that rotate, it stays in rotated space.
+        """
+        implementation_for(out, self.fmt, into.fmt).recode(
+            self.fmt, encoded, into.fmt, out, numel, factor, seed, offset
+        )
 
 
-def make_codec(name: CodecName, dtype: torch.dtype, block_size: int) -> Codec:
+def make_codec(
+    name: CodecName, dtype: torch.dtype, block_size: int, rotate: bool = False, stochastic: bool = False
+) -> Codec:
     """The codec for buffers of `dtype`. What is not a float of 32 or 16 bits is sent as it is.
+
+    rotate and stochastic are about integers: "none" and "bf16" are the same with and without them.
 
     FSDP2 passes uint8 when a unit mixes dtypes; quantizing those bytes would destroy them.
     """
@@ -104,4 +156,5 @@ def make_codec(name: CodecName, dtype: torch.dtype, block_size: int) -> Codec:
         return CastCodec(dtype)
     if name == "bf16":
         return CastCodec(torch.bfloat16)
-    return BlockCodec(BlockFormat(bits=8 if name == "int8" else 4, block_size=block_size))
+    bits = 8 if name == "int8" else 4
+    return BlockCodec(BlockFormat(bits, block_size, rotate, stochastic))

@@ -38,7 +38,14 @@ _KERNEL_DTYPES = {  # see [Note: Elements] in cpu_kernels.py
 }
 
 
-def encode(fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+def encode(
+    fmt: BlockFormat,
+    source: Tensor,
+    out: Tensor,
+    order: RowOrder | None = None,
+    seed: int | None = None,
+    offset: int = 0,
+) -> None:
     """out[k] = quantized source[order[k]].
 
     source [rows, S] fp32, bf16 or fp16; out [rows, row_bytes] uint8.
@@ -82,7 +89,14 @@ def decode_sum(
 
 
 def recode(
-    fmt: BlockFormat, encoded: Tensor, into: BlockFormat, out: Tensor, numel: int, factor: float = 1.0
+    fmt: BlockFormat,
+    encoded: Tensor,
+    into: BlockFormat,
+    out: Tensor,
+    numel: int,
+    factor: float = 1.0,
+    seed: int | None = None,
+    offset: int = 0,
 ) -> None:
     """out = encode(into, factor * (encoded[0] + encoded[1] + ...)): dequantize, reduce, quantize.
 

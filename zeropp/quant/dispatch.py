@@ -25,7 +25,13 @@ class Implementation(Protocol):
     """What reference.py defines."""
 
     def encode(
-        self, fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder | None = None
+        self,
+        fmt: BlockFormat,
+        source: Tensor,
+        out: Tensor,
+        order: RowOrder | None = None,
+        seed: int | None = None,
+        offset: int = 0,
     ) -> None: ...
     def decode(
         self, fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder | None = None
@@ -41,17 +47,27 @@ class Implementation(Protocol):
         out: Tensor,
         numel: int,
         factor: float = 1.0,
+        seed: int | None = None,
+        offset: int = 0,
     ) -> None: ...
 
 
-def implementation_for(tensor: Tensor) -> Implementation:
+def implementation_for(tensor: Tensor, *formats: BlockFormat) -> Implementation:
     """The fastest implementation for this tensor's device; reference.py if there is no other.
 
     Tensor subclasses (fake tensors of a dry run) have no memory that a kernel could work on.
     """
     if type(tensor) is not torch.Tensor:
         return cast(Implementation, reference)
+    if any(fmt.rotate or fmt.stochastic for fmt in formats):
+        _warn_that_kernels_are_missing()
+        return cast(Implementation, reference)
     return _implementation(tensor.device.type)
+
+
+@cache
+def _warn_that_kernels_are_missing() -> None:
+    logger.warning("zeropp has no kernels yet for rotation and stochastic rounding; plain torch is slow")
 
 
 @cache

@@ -16,13 +16,18 @@ full-width loads on each of them.
     int4   scale = bf16(extreme / -8), where extreme is the element of the largest magnitude, with its sign
            (of +m and -m: -m). The extreme becomes code -8 exactly and all 16 codes are used; a value of the
            opposite sign between 7.5 and 8 steps is clipped to 7 steps.
+    int4, stochastic
+           scale = bf16(absmax * (1/7)), codes -7 .. 7: no value is clipped, because clipping is a bias
+A stochastic format rounds the scale up, for the same reason, and adds noise before rounding a code; see
+[Note: Noise] in noise.py. A rotated one quantizes the rotated row; see [Note: Rotation] in rotation.py.
+
 Every implementation computes in fp32, in this order, rounding to nearest even, so that all of them produce
 the same bytes. Three cases are decided per block:
     - |scale| is at least 2^-126, so that 1/scale is finite. A block of zeros has the scale +2^-126 and
       decodes to zeros.
-    - If rounding the scale up to bf16 would make the extreme overflow the source dtype when decoded, the
-      scale is rounded toward zero instead and the extreme clipped, by less than a step: finite in,
-      finite out.
+    - If rounding the scale up to bf16 would make the extreme overflow the source dtype (if rotated: fp32)
+      when decoded, the scale is rounded toward zero instead and the extreme clipped, by less than a step:
+      finite in, finite out.
     - If the block holds NaN or Inf, the scale is NaN (0x7fc0) and the codes are zero: the whole block comes
       back NaN. Loss scaling depends on it.
 """
@@ -30,7 +35,9 @@ the same bytes. Three cases are decided per block:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from .rotation import GROUP
 
 RowOrder = Sequence[int]
 """A permutation of rows. The reorder before a hop and the transpose after one are nothing else."""
@@ -51,11 +58,32 @@ class BlockFormat:
 
     bits: int
     block_size: int
+    rotate: bool = False
+    """Encode rotates and decode turns back; recode between two such formats stays in rotated space."""
+    stochastic: bool = False
+    """Encode rounds up or down at random, such that the mean is exact. Needs a seed for every call."""
+
+    def __post_init__(self) -> None:
+        if self.rotate and self.block_size % GROUP:
+            raise ValueError(
+                f"block_size is {self.block_size} with rotate=True; expected a multiple of {GROUP}, the size "
+                "of a rotated group"
+            )
+
+    @property
+    def unrotated(self) -> BlockFormat:
+        """For the same bytes in rotated space: decodes to rotated numbers, encodes rotated numbers."""
+        return replace(self, rotate=False)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether codes go as far up as down, and the scale is positive."""
+        return self.bits == 8 or self.stochastic
 
     @property
     def min_code(self) -> int:
-        """The code of the largest magnitude; the block's extreme becomes this one (int8: or its opposite)."""
-        return -127 if self.bits == 8 else -8
+        """The code of the largest magnitude: the block's extreme gets it (if symmetric: or its opposite)."""
+        return -self.max_code if self.is_symmetric else -8
 
     @property
     def max_code(self) -> int:

@@ -28,7 +28,14 @@ LAUNCH = {
 LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
-def encode(fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+def encode(
+    fmt: BlockFormat,
+    source: Tensor,
+    out: Tensor,
+    order: RowOrder | None = None,
+    seed: int | None = None,
+    offset: int = 0,
+) -> None:
     """out[k] = quantized source[order[k]].
 
     source [rows, S] fp32, bf16 or fp16; out [rows, row_bytes] uint8.
@@ -72,7 +79,14 @@ def decode_sum(
 
 
 def recode(
-    fmt: BlockFormat, encoded: Tensor, into: BlockFormat, out: Tensor, numel: int, factor: float = 1.0
+    fmt: BlockFormat,
+    encoded: Tensor,
+    into: BlockFormat,
+    out: Tensor,
+    numel: int,
+    factor: float = 1.0,
+    seed: int | None = None,
+    offset: int = 0,
 ) -> None:
     """out = encode(into, factor * (encoded[0] + encoded[1] + ...)), in one pass.
 

@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from .formats import MIN_SCALE, NAN_SCALE_BITS, SCALE_BYTES, BlockFormat, RowOrder
+from .noise import make_noise
+from .rotation import LARGEST_FP32, rotate, unrotate
 
 
-def encode(fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+def encode(
+    fmt: BlockFormat,
+    source: Tensor,
+    out: Tensor,
+    order: RowOrder | None = None,
+    seed: int | None = None,
+    offset: int = 0,
+) -> None:
     """out[k] = quantized source[order[k]].
 
-    source [rows, S] fp32, bf16 or fp16; out [rows, row_bytes] uint8.
+    source [rows, S] fp32, bf16 or fp16; out [rows, row_bytes] uint8. A stochastic format needs a seed; offset
+    is where the rows start in the longer rows that they are a part of.
     """
     rows, numel = source.shape
     if numel == 0:
@@ -23,9 +33,15 @@ def encode(fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder | None
     blocks, half = fmt.blocks(numel), fmt.block_size // 2
     padding = blocks * fmt.block_size - numel
     x = source.float() if order is None else source[list(order)].float()
+    if fmt.rotate:
+        x = rotate(x)
     x = torch.nn.functional.pad(x, (0, padding)).view(rows, blocks, fmt.block_size)
-    scale = _scales(fmt, x, torch.finfo(source.dtype).max)  # [rows, blocks], fp32 holding bf16 values
-    codes = torch.round(x * scale.reciprocal().unsqueeze(-1)).clamp(fmt.min_code, fmt.max_code)
+    largest = LARGEST_FP32 if fmt.rotate else torch.finfo(source.dtype).max
+    scale = _scales(fmt, x, largest)  # [rows, blocks], fp32 holding bf16 values
+    steps = x * scale.reciprocal().unsqueeze(-1)
+    if fmt.stochastic:
+        steps += make_noise(seed, offset, rows, blocks * fmt.block_size, x.device).view(x.shape)
+    codes = torch.round(steps).clamp(fmt.min_code, fmt.max_code)
     codes = torch.where(scale.isnan().unsqueeze(-1), 0.0, codes)
     payload, scales = _split(fmt, out, numel)
     if fmt.bits == 8:
@@ -44,6 +60,8 @@ def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder | Non
     encoded [rows, row_bytes] uint8; out [rows, S] of any float dtype.
     """
     values = _values(fmt, encoded, out.shape[1])
+    if fmt.rotate:
+        values = unrotate(values, torch.finfo(out.dtype).max)
     if order is None:
         out.copy_(values)
     else:
@@ -58,6 +76,8 @@ def decode_sum(
     encoded [senders, rows, row_bytes] uint8; out [rows, S] of any float dtype (fp32 to accumulate).
     """
     total = _sum(fmt, encoded, out.shape[1], factor)
+    if fmt.rotate:
+        total = unrotate(total, torch.finfo(out.dtype).max)
     if accumulate:
         out += total
     else:
@@ -65,13 +85,26 @@ def decode_sum(
 
 
 def recode(
-    fmt: BlockFormat, encoded: Tensor, into: BlockFormat, out: Tensor, numel: int, factor: float = 1.0
+    fmt: BlockFormat,
+    encoded: Tensor,
+    into: BlockFormat,
+    out: Tensor,
+    numel: int,
+    factor: float = 1.0,
+    seed: int | None = None,
+    offset: int = 0,
 ) -> None:
     """out = encode(into, factor * (encoded[0] + encoded[1] + ...)): dequantize, reduce, quantize.
 
-    encoded [senders, rows, row_bytes] uint8; out [rows, into.row_bytes(numel)] uint8.
+    encoded [senders, rows, row_bytes] uint8; out [rows, into.row_bytes(numel)] uint8. If both formats rotate,
+    turning back and rotating again cancel out, and are left out.
     """
-    encode(into, _sum(fmt, encoded, numel, factor), out)
+    total = _sum(fmt, encoded, numel, factor)
+    if fmt.rotate and into.rotate:
+        into = into.unrotated
+    elif fmt.rotate:
+        total = unrotate(total, LARGEST_FP32)
+    encode(into, total, out, None, seed, offset)
 
 
 def _sum(fmt: BlockFormat, encoded: Tensor, numel: int, factor: float) -> Tensor:
@@ -98,13 +131,14 @@ def _values(fmt: BlockFormat, encoded: Tensor, numel: int) -> Tensor:
 
 def _scales(fmt: BlockFormat, x: Tensor, largest: float) -> Tensor:
     """See [Note: Scales] in formats.py."""
-    if fmt.bits == 8:
-        exact = x.abs().amax(-1) * (1.0 / 127)
+    if fmt.is_symmetric:
+        exact = x.abs().amax(-1) * (1.0 / fmt.max_code)
     else:
         high, low = x.amax(-1), x.amin(-1)
         exact = torch.where(-low >= high, low, high) * -0.125 + 0.0  # of zeros: never -0.0
-    scale = exact.bfloat16().float()
-    toward_zero = (exact.view(torch.int32) & -0x10000).view(torch.float32)
+    bits = exact.view(torch.int32)
+    toward_zero = (bits & -0x10000).view(torch.float32)
+    scale = (bits + 0xFFFF & -0x10000).view(torch.float32) if fmt.stochastic else exact.bfloat16().float()
     scale = torch.where(scale.abs() * -fmt.min_code > largest, toward_zero, scale)
     smallest = torch.copysign(torch.full_like(scale, MIN_SCALE), scale)
     scale = torch.where(scale.abs() < MIN_SCALE, smallest, scale)

@@ -1,0 +1,57 @@
+"""The noise of stochastic rounding: a number in (-1/2, 1/2) for every element, made from its position only.
+
+[Note: Noise]
+    code = round_to_nearest(x / scale + noise), so that the mean over seeds of the decoded value is x
+
+    key(seed, row) = mix(seed_key(seed) + row)         row: of the encoded rows
+    bits           = mix(key ^ (offset + column))      column: of the row; offset: of the call
+    noise          = ((bits >> 8) | 1) * 2^-24         shifted as a signed integer
+
+All in 32 bits that wrap around. There is no state: the same seed gives the same bytes on every device, in any
+number of threads, and a row that is cut into chunks of whole blocks gives the same bytes as the row, if every
+chunk names the column it starts at as its offset. The noise is symmetric (mean exactly 0), and no tie: zeros
+stay zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+# "lowbias32" of Chris Wellons' hash prospector (public domain): a bijection in which every bit of the input
+# changes every bit of the output with a probability close to 1/2.
+SHIFTS, MULTIPLIERS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
+
+
+def seed_key(seed: int | None) -> int:
+    """The seed, an integer from 0 to 2^64 - 1, as 32 bits.
+
+    >>> seed_key(0) != seed_key(1) != seed_key(1 << 32)
+    True
+    """
+    if seed is None or not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed is {seed}; stochastic rounding needs one, an integer from 0 to 2^64 - 1")
+    return _mix_int(_mix_int((seed & MASK) + 1 & MASK) ^ seed >> 32)
+
+
+def make_noise(seed: int | None, offset: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """fp32 [rows, columns]."""
+    key = _mix(torch.arange(rows, device=device) + seed_key(seed) & MASK)
+    column = torch.arange(columns, device=device) + offset & MASK
+    bits = _mix(key.unsqueeze(1) ^ column)
+    signed = bits.to(torch.int32) >> 8 | 1
+    return signed.float() * 2.0**-24
+
+
+def _mix(x: Tensor) -> Tensor:
+    """int64 tensors holding 32 bits without a sign, which torch cannot compute with."""
+    x = x ^ x >> SHIFTS[0]
+    x = x * MULTIPLIERS[0] & MASK
+    x = x ^ x >> SHIFTS[1]
+    x = x * MULTIPLIERS[1] & MASK
+    return x ^ x >> SHIFTS[2]
+
+
+def _mix_int(x: int) -> int:
+    return int(_mix(torch.tensor(x)))

@@ -1,0 +1,67 @@
+"""The rotation that a format may apply before quantizing: it spreads every outlier over its group.
+
+[Note: Rotation]
+A row is cut into groups of 64 consecutive elements; what is left at its end (S % 64) stays as it is. So a
+rotated row has as many elements as the row, and cutting rows at whole groups changes nothing.
+
+    rotated = H D x     H  Hadamard matrix of order 64 / 8 (orthonormal, symmetric), as six butterfly stages
+    x = D H rotated     D  fixed signs
+
+It is linear: sums of rotated rows are rotated sums, so a reduction over several hops is rotated once and
+turned back once, after the last sum.
+
+The signs are needed. Without them a group with a mean, as many gradients have, becomes one outlier (relative
+error of int4, block 128, on N(1, 1): .092 without rotation, .218 without signs, .099 with them). These are a
+bent function, (-1)^(i0 i1 + i2 i3 + i4 i5) of the bits of the position: a constant group, and every other
+square wave of H, comes out with coefficients of equal magnitude. They exist for 64, not for 32.
+
+What is not finite makes its whole group NaN or Inf; groups do not cross blocks, so it is the block that comes
+back NaN, as without rotation. Finite groups stay finite near the largest number of a dtype, too: the input
+is divided by 64 first, so that no stage overflows, and what then exceeds the dtype is cut to its largest
+number.
+
+Every implementation adds in the same order, so all of them have the same bits: stages of distance 1, 2, 4, 8,
+16, 32; a stage makes (a + b, a - b) of elements a and b at that distance.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 64
+DISTANCES = (1, 2, 4, 8, 16, 32)
+BEFORE, AFTER = 2.0**-6, 2.0**3
+"""Factors before and after the stages: 1 / sqrt(64), in two steps that cannot overflow."""
+IS_NEGATIVE = tuple((i & i >> 1 & 0b010101).bit_count() % 2 == 1 for i in range(GROUP))
+LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x [rows, S] fp32, rotated."""
+    groups, tail = _split(x)
+    return torch.cat([_transform(groups * _signs(x), LARGEST_FP32).view(x.shape[0], -1), tail], dim=1)
+
+
+def unrotate(x: Tensor, largest: float) -> Tensor:
+    """The inverse. Finite results beyond `largest`, that of the dtype they are meant for, are cut to it."""
+    groups, tail = _split(x)
+    tail = torch.where(tail.isfinite(), tail.clamp(-largest, largest), tail)
+    return torch.cat([(_transform(groups, largest) * _signs(x)).view(x.shape[0], -1), tail], dim=1)
+
+
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = x.shape[1] // GROUP * GROUP
+    return x[:, :whole].reshape(-1, GROUP), x[:, whole:]
+
+
+def _signs(x: Tensor) -> Tensor:
+    return torch.tensor([-1.0 if negative else 1.0 for negative in IS_NEGATIVE], device=x.device)
+
+
+def _transform(groups: Tensor, largest: float) -> Tensor:
+    x = groups * BEFORE
+    for distance in DISTANCES:
+        a, b = x.view(-1, GROUP // 2 // distance, 2, distance).unbind(2)
+        x = torch.stack([a + b, a - b], dim=2).view(-1, GROUP)
+    return torch.where(x.isfinite(), (x * AFTER).clamp(-largest, largest), x)
