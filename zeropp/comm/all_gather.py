@@ -97,13 +97,17 @@ class AllGather:
         else:
             encoded = self._scratch(f"encoded.{chunk}", first.size, row_bytes, device)
         if not reuse:
-            piece = self._scratch(f"piece.{chunk}", 1, row_bytes, device)
+            own = encoded[(first.group or group).rank()]
             with record_function(f"zeropp::all_gather.encode ({unit})"):
-                codec.encode(shard.view(1, -1), piece)
-            yield from self.wire.all_gather(first, group, piece, encoded)
+                codec.encode(shard.view(1, -1), own.view(1, -1))
+            yield from self.wire.all_gather(first, group, encoded)
         if len(self.hops) == 2:
-            gathered = self._scratch(f"gathered.{chunk}", out.shape[0], row_bytes, device)  # [n, N, E]
-            yield from self.wire.all_gather(self.hops[1], group, encoded, gathered)
+            second = self.hops[1]
+            by_local = self._scratch(f"gathered.{chunk}", out.shape[0], row_bytes, device)
+            by_local = by_local.view(second.size, first.size, row_bytes)
+            by_local[(second.group or group).rank()].copy_(encoded)
+            yield from self.wire.all_gather(second, group, by_local)
+            gathered = by_local.view(out.shape[0], row_bytes)
         else:
             gathered = encoded
         with record_function(f"zeropp::all_gather.decode ({unit})"):

@@ -56,29 +56,36 @@ class Wire:
     ledger: Ledger
     scratch: Scratch
 
-    def all_gather(self, hop: Hop, group: ProcessGroup, piece: Tensor, out: Tensor) -> Generator[None]:
-        """out [hop.size, *piece.shape] = the pieces of all members, in order of rank. Yields on the way."""
-        label = f"zeropp::all_gather.{hop.name} ({self.unit})"
+    def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor) -> Generator[None]:
+        """pieces [hop.size, ...]: each member has filled its own, and gets the others. Yields on the way."""
+        group = hop.group or group
+        me, label = group.rank(), f"zeropp::all_gather.{hop.name} ({self.unit})"
         with record_function(label):
-            work = dist.all_gather_single(
-                out.view(-1), piece.view(-1), group=hop.group or group, async_op=True
-            )
-        self.count_ring("all_gather", hop.name, hop.group or group, piece.numel() * piece.itemsize)
+            if _is_direct(hop, pieces):
+                works = _swap(group, {peer: (pieces[me], pieces[peer]) for peer in _peers(hop, me)})
+            else:
+                works = [dist.all_gather_single(pieces.view(-1), pieces[me].view(-1), group, async_op=True)]
+        self.count_ring("all_gather", hop.name, group, pieces[me].numel() * pieces.itemsize)
         yield
         with record_function(label):
-            work.wait()
+            for work in works:
+                work.wait()
 
     def all_to_all(self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor) -> Generator[None]:
         """out[k] = what member k had in pieces[own rank]; both [hop.size, ...]. Yields on the way."""
-        label = f"zeropp::reduce_scatter.{hop.name} ({self.unit})"
+        group = hop.group or group
+        me, label = group.rank(), f"zeropp::reduce_scatter.{hop.name} ({self.unit})"
         with record_function(label):
-            work = dist.all_to_all_single(
-                out.view(-1), pieces.view(-1), group=hop.group or group, async_op=True
-            )
+            if _is_direct(hop, pieces):
+                works = _swap(group, {peer: (pieces[peer], out[peer]) for peer in _peers(hop, me)})
+                out[me].copy_(pieces[me])
+            else:
+                works = [dist.all_to_all_single(out.view(-1), pieces.view(-1), group=group, async_op=True)]
         self._count_all_to_all(hop, pieces)
         yield
         with record_function(label):
-            work.wait()
+            for work in works:
+                work.wait()
 
     def count_ring(
         self, collective: Collective, hop_name: str, group: ProcessGroup, piece_bytes: int
@@ -128,3 +135,24 @@ class Wire:
             for node, successor in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
         )
         return wire_bytes * leaving // nodes.count(mine)
+
+
+def _is_direct(hop: Hop, pieces: Tensor) -> bool:
+    """Whether members send to each other directly, instead of calling the backend's collective.
+
+    gloo's collectives copy into buffers of their own and back. A message between two ranks goes from our
+    memory into theirs. A flat route stays a ring: sent directly, a piece would cross to a node several times.
+    """
+    return pieces.device.type == "cpu" and hop.name != "flat"
+
+
+def _peers(hop: Hop, me: int) -> list[int]:
+    """All other members, the next one first, so that not everybody sends to the same one at once."""
+    return [(me + distance) % hop.size for distance in range(1, hop.size)]
+
+
+def _swap(group: ProcessGroup, messages: dict[int, tuple[Tensor, Tensor]]) -> list[dist.Work]:
+    """Start to send the first of two tensors to each peer, and to receive the second from it."""
+    receives = [dist.irecv(into, group=group, group_src=peer) for peer, (_, into) in messages.items()]
+    sends = [dist.isend(sent, group=group, group_dst=peer) for peer, (sent, _) in messages.items()]
+    return [work for work in (*receives, *sends) if work is not None]
