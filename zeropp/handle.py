@@ -105,11 +105,18 @@ class ZeroPP:
     @property
     def communication_bytes(self) -> int:
         """Memory that zeropp keeps on this rank: node shards, pending gradients and scratch buffers."""
-        kept = self._scratch.nbytes
-        for _, all_gather, reduce_scatter in self._installed():
-            kept += 0 if all_gather.node_shard is None else all_gather.node_shard.nbytes
-            kept += 0 if reduce_scatter.pending is None else reduce_scatter.pending.nbytes
-        return kept
+        pending = [reduce_scatter.pending for _, _, reduce_scatter in self._installed()]
+        return (
+            self._scratch.nbytes
+            + self.node_shard_bytes
+            + sum(gradients.nbytes for gradients in pending if gradients is not None)
+        )
+
+    @property
+    def node_shard_bytes(self) -> int:
+        """The part of `communication_bytes` that is node shards: what `Config.secondary` costs."""
+        kept = [all_gather.node_shard for _, all_gather, _ in self._installed()]
+        return sum(node_shard.nbytes for node_shard in kept if node_shard is not None)
 
     def invalidate(self) -> None:
         """Say that weights were changed by other means than an optimizer step or `load_state_dict`.

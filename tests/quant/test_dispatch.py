@@ -6,8 +6,9 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeropp.quant import cpu, reference
+from zeropp.quant import cpu, dry, reference
 from zeropp.quant.dispatch import implementation_for
+from zeropp.quant.formats import BlockFormat
 
 WITHOUT_NUMBA = """
 import logging, sys
@@ -29,9 +30,24 @@ def test_cpu_tensors_get_the_numba_kernels() -> None:
     assert implementation_for(torch.zeros(3)) is cpu
 
 
-def test_fake_tensors_of_a_dry_run_get_the_reference() -> None:
+def test_fake_tensors_of_a_dry_run_have_nothing_to_encode() -> None:
     with FakeTensorMode():
-        assert implementation_for(torch.zeros(3)) is reference
+        x, encoded = torch.zeros(2, 3), torch.zeros(2, 1, 16, dtype=torch.uint8)
+        implementation = implementation_for(x)
+        assert implementation is dry
+        int8 = BlockFormat(bits=8, block_size=32)
+        implementation.encode(int8, x, encoded[0], [1, 0])
+        implementation.decode(int8, encoded[0], x, order=None)
+        implementation.decode_sum(int8, encoded, x, 0.5, accumulate=True)
+        implementation.recode(int8, encoded, int8, encoded[0], 3, factor=0.5)
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def test_other_subclasses_get_the_reference() -> None:
+    assert implementation_for(torch.zeros(3).as_subclass(_Subclass)) is reference
 
 
 def test_without_numba_the_reference_works_and_one_warning_says_so() -> None:

@@ -89,7 +89,8 @@ class NodeShard:
 
 def raise_if_stale(node_shards: Sequence[NodeShard]) -> None:
     """Raise if a check has failed since the last call. Reads from the device, once for all of them."""
-    checked = {shard.unit: shard.mismatch for shard in node_shards if shard.mismatch is not None}
+    # Tensor subclasses (fake tensors of a dry run) have no value to read, and nothing there goes stale.
+    checked = {shard.unit: shard.mismatch for shard in node_shards if type(shard.mismatch) is torch.Tensor}
     for shard in node_shards:
         shard.mismatch = None
     failed = torch.stack(list(checked.values())).tolist() if checked else []

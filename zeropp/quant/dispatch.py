@@ -9,8 +9,9 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from . import reference
+from . import dry, reference
 from .formats import BlockFormat, RowOrder
 
 logger = logging.getLogger("zeropp")
@@ -55,8 +56,10 @@ class Implementation(Protocol):
 def implementation_for(tensor: Tensor, *formats: BlockFormat) -> Implementation:
     """The fastest implementation for this tensor's device; reference.py if there is no other.
 
-    Tensor subclasses (fake tensors of a dry run) have no memory that a kernel could work on.
+    Tensor subclasses have no memory that a kernel could work on, and fake tensors of a dry run none at all.
     """
+    if isinstance(tensor, FakeTensor):
+        return cast(Implementation, dry)
     if type(tensor) is not torch.Tensor:
         return cast(Implementation, reference)
     if any(fmt.rotate or fmt.stochastic for fmt in formats):
