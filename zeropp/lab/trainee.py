@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..handle import ZeroPP, apply
 from .deepspeed_peer import DeepSpeedTrainee
 from .rows import Row
+from .sharding import sharding_options, sync_switch
 from .workload import Data, Gpt, Workload
 
 
@@ -39,7 +39,7 @@ class FsdpTrainee:
         torch.manual_seed(workload.seed)
         self.model = Gpt(workload)
         self._parameters = sum(p.numel() for p in self.model.parameters())
-        options = _sharding_options(row, ranks_per_node)
+        options = sharding_options(row, ranks_per_node)
         for block in self.model.blocks:
             fully_shard(block, **options)
         fully_shard(self.model, **options)
@@ -52,7 +52,7 @@ class FsdpTrainee:
         self.data = Data(workload, dist.get_rank())
 
     def step(self, micro_batches: int) -> float:
-        set_sync = self._set_sync()
+        set_sync = sync_switch(self.row, self.model, self.zpp)
         total = torch.zeros(())
         for micro_batch in range(micro_batches):
             set_sync(micro_batch == micro_batches - 1)
@@ -62,17 +62,6 @@ class FsdpTrainee:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total.item()
-
-    def _set_sync(self) -> Callable[[bool], object]:
-        model = self.model
-        assert isinstance(model, FSDPModule)
-        if self.row.sync == "gradients":
-            return model.set_requires_gradient_sync
-        if self.row.sync == "replicas":
-            return model.set_requires_all_reduce
-        if self.row.sync == "across" and self.zpp is not None:
-            return self.zpp.set_requires_cross_node_sync
-        return lambda _: None
 
     def parameters(self) -> int:
         return self._parameters
@@ -94,17 +83,6 @@ def make_trainee(row: Row, workload: Workload, ranks_per_node: int) -> Trainee:
     if row.engine == "deepspeed":
         return DeepSpeedTrainee(row, workload, ranks_per_node)
     return FsdpTrainee(row, workload, ranks_per_node)
-
-
-def _sharding_options(row: Row, ranks_per_node: int) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if row.is_hsdp:
-        shape = (dist.get_world_size() // ranks_per_node, ranks_per_node)
-        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    if row.reshard_in_node:
-        options["reshard_after_forward"] = ranks_per_node
-    return options
 
 
 def _local(tensor: Tensor) -> Tensor:
