@@ -1,8 +1,19 @@
-"""Memory of one rank, by what it is for."""
+"""Memory of one rank, by what it is for; and the count of live storages that it is taken from.
+
+[Note: Live storages]
+A tensor's memory is its storage's, and a storage lives as long as anything refers to it. So the memory in
+use is the sum over storages that an operation made and that are not collected yet. There is one exception:
+FSDP2 frees gathered weights by resizing their storages to zero and allocates them by resizing them back,
+which no operation shows. Those storages are known from FSDP2's copy-out, and asked for their size each time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+from torch import Tensor, UntypedStorage
 
 
 @dataclass(frozen=True)
@@ -17,20 +28,77 @@ class MemoryEstimate:
     node_shards: int
     """What zeropp keeps so that later gathers stay inside the node (hpZ)."""
     gathered: int
-    """Full weights, and full gradients, of the units that FSDP2 works on."""
+    """Full weights of the units that FSDP2 has gathered."""
     communication: int
     """Buffers of the hops, and gradients that wait for the hop across nodes."""
     activations: int
-    """What forward saved for backward, and the intermediate results of the moment."""
+    """What forward saved for backward, and the intermediate results of the moment: full gradients of the
+    unit that is in backward, FSDP2's copies on the way to and from a collective."""
 
     @property
     def peak(self) -> int:
-        return (
-            self.shards
-            + self.optimizer_state
-            + self.gradients
-            + self.node_shards
-            + self.gathered
-            + self.communication
-            + self.activations
-        )
+        return sum(astuple(self))
+
+    def grown(self, larger: MemoryEstimate, times: int) -> MemoryEstimate:
+        """What comes after `times` steps like the one from here to `larger`."""
+        pairs = zip(astuple(self), astuple(larger), strict=True)
+        return MemoryEstimate(*(mine + times * (theirs - mine) for mine, theirs in pairs))
+
+
+class LiveStorages:
+    """Counts the bytes of storages that are alive. See [Note: Live storages].
+
+    >>> import torch
+    >>> live = LiveStorages()
+    >>> x = torch.zeros(10)
+    >>> live.see(x)
+    >>> live.see(x.view(2, 5))
+    >>> live.nbytes
+    40
+    >>> del x
+    >>> live.nbytes
+    0
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._fixed_bytes = 0
+        self._resized: dict[int, weakref.ref[UntypedStorage]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._fixed_bytes + self.resized_bytes
+
+    @property
+    def resized_bytes(self) -> int:
+        """Bytes of the storages that change their size: the gathered weights."""
+        alive = [storage for ref in self._resized.values() if (storage := ref()) is not None]
+        return sum(storage.nbytes() for storage in alive)
+
+    def see(self, tensor: Tensor) -> None:
+        """An operation has returned this tensor."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes or key in self._resized:
+            return
+        self._sizes[key] = storage.nbytes()
+        self._fixed_bytes += storage.nbytes()
+        weakref.finalize(storage, self._forget, key)
+
+    def see_resized(self, tensors: Iterable[Tensor]) -> None:
+        """The storages of these tensors come and go by being resized."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._fixed_bytes -= self._sizes.pop(storage._cdata, 0)
+            self._resized.setdefault(storage._cdata, weakref.ref(storage))
+
+    def _forget(self, key: int) -> None:
+        self._fixed_bytes -= self._sizes.pop(key, 0)
+        self._resized.pop(key, None)
+
+
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of these tensors, each counted once; of a DTensor, of this rank's part."""
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    storages = {storage._cdata: storage.nbytes() for t in local for storage in (t.untyped_storage(),)}
+    return sum(storages.values())

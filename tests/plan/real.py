@@ -1,0 +1,107 @@
+"""A real run to check the dry run against: the lab's GPT on real ranks, trained as a row says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import zeropp
+from zeropp.lab.rows import Row
+from zeropp.lab.sharding import sharding_options, sync_switch
+from zeropp.lab.workload import Gpt, Workload
+from zeropp.plan.models import Model
+from zeropp.plan.scenario import Scenario
+
+SECOND_STEP = "second step"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train, on both sides."""
+
+    row: Row
+    workload: Workload
+    nodes: int = 2
+    ranks_per_node: int = 2
+    micro_batches: int = 1
+    checkpointing: bool = False
+
+    def scenario(self) -> Scenario:
+        return Scenario(
+            Model("the lab's GPT", lambda: Gpt(self.workload)),
+            self.nodes,
+            self.ranks_per_node,
+            micro_batch=self.workload.batch,
+            sequence=self.workload.context,
+            micro_batches=self.micro_batches,
+            compute="fp32",
+            reduce="bf16" if self.row.is_hsdp else "fp32",
+            checkpointing=self.checkpointing,
+        )
+
+
+def ledger_of_second_step(case: Case) -> dict[tuple[str, str, str], tuple[int, int, int]]:
+    """By unit, collective and hop: calls, wire bytes, bytes across."""
+    step, zpp = _prepare(case)
+    step()
+    zpp.ledger.reset()
+    step()
+    return {
+        (key.unit, key.collective, key.hop): (traffic.calls, traffic.wire_bytes, traffic.across_bytes)
+        for key, traffic in zpp.ledger.rows()
+    }
+
+
+def peak_of_second_step(case: Case) -> int:
+    """Bytes that torch's CPU allocator had given out when they were most, from the profiler's records."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+        step, _ = _prepare(case)
+        step()
+        with record_function(SECOND_STEP):
+            step()
+    assert prof.profiler is not None
+    assert prof.profiler.kineto_results is not None
+    records = sorted(prof.profiler.kineto_results.events(), key=lambda record: record.start_ns())
+    (begin,) = (record.start_ns() for record in records if record.name() == SECOND_STEP)
+    held = peak = 0
+    for record in records:
+        if record.name() == "[memory]":
+            held += record.nbytes()
+            if record.start_ns() >= begin:
+                peak = max(peak, held)
+    return peak
+
+
+def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
+    row, workload = case.row, case.workload
+    torch.manual_seed(0)
+    model = Gpt(workload)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options: dict[str, Any] = {"mesh": mesh} | sharding_options(row, case.ranks_per_node)
+    for position, block in enumerate(model.blocks):
+        if case.checkpointing:
+            model.blocks[position] = checkpoint_wrapper(block)
+        fully_shard(model.blocks[position], **options)
+    fully_shard(model, **options)
+    config = zeropp.Config.off() if row.config is None else row.config
+    zpp = zeropp.apply(model, replace(config, node_size=case.ranks_per_node))
+    set_sync = sync_switch(row, model, zpp)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        for micro_batch in range(case.micro_batches):
+            set_sync(micro_batch == case.micro_batches - 1)
+            tokens = torch.randint(256, (workload.batch, workload.context))
+            (model(tokens, tokens) / case.micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, zpp

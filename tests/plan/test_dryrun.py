@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from tests.plan.real import Case, ledger_of_second_step
+from tests.ranks import Ranks
+from zeropp.config import Config
+from zeropp.lab.rows import Row, find_row
+from zeropp.lab.workload import Gpt, Workload
+from zeropp.plan.dryrun import dry_run
+from zeropp.plan.models import Model, resolve
+from zeropp.plan.scenario import Scenario
+from zeropp.plan.trace import Compute, Gather, Reduce, Trace
+from zeropp.quant.formats import BlockFormat
+
+SMALL = Workload(layers=2, width=128, context=16, batch=1)
+CHUNKED = Workload(layers=2, width=320, context=16, batch=1)
+DEEP = Workload(layers=7, width=64, context=16, batch=2)
+OFF = Row("off", "plain FSDP2, counted", Config.off())
+HSDP = replace(find_row("hsdp"), config=Config.off())
+
+CASES = {
+    "default": Case(find_row("default"), CHUNKED),
+    "default, accumulating": Case(find_row("default"), SMALL, micro_batches=4),
+    "default, checkpointing": Case(find_row("default"), SMALL, micro_batches=2, checkpointing=True),
+    "default, 5 layers": Case(find_row("default"), replace(SMALL, layers=5)),
+    "paper": Case(find_row("paper"), SMALL, micro_batches=2),
+    "off": Case(OFF, SMALL, micro_batches=2),
+    "wire16": Case(find_row("wire16"), CHUNKED),
+    "wire16, accumulating": Case(find_row("wire16-accumulate"), SMALL, micro_batches=3),
+    "hpz": Case(find_row("hpz"), SMALL, micro_batches=2),
+    "qgz": Case(find_row("qgz"), SMALL),
+    "reshard": Case(find_row("wire16-reshard"), SMALL),
+    "hsdp": Case(HSDP, SMALL, micro_batches=2),
+}
+
+
+def _bytes_of(trace: Trace) -> dict[tuple[str, str, str], tuple[int, int, int]]:
+    """Like the ledger: by unit, collective and level, how many calls, wire bytes, bytes across."""
+    calls: Counter[tuple[str, str, str]] = Counter()
+    wire, across = calls.copy(), calls.copy()
+    for event in trace.events:
+        if isinstance(event, Compute):
+            continue
+        for hop in event.hops:
+            if hop.collective == "all_reduce":
+                continue  # FSDP2's own, and not in the ledger
+            key = (event.unit, "all_gather" if isinstance(event, Gather) else "reduce_scatter", hop.level)
+            calls[key] += hop.chunks
+            wire[key] += hop.wire_bytes
+            across[key] += hop.across_bytes
+    return {key: (calls[key], wire[key], across[key]) for key in calls}
+
+
+def _by_level(
+    ledger: dict[tuple[str, str, str], tuple[int, int, int]], is_in_node: bool
+) -> dict[tuple[str, str, str], tuple[int, int, int]]:
+    levels = {"flat": "in-node" if is_in_node else "flat", "post-forward": "in-node"}
+    return {(unit, kind, levels.get(hop, hop)): counted for (unit, kind, hop), counted in ledger.items()}
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_of_a_real_run(ranks: Ranks, name: str, nodes: int) -> None:
+    """Row by row of the ledger, on every rank, to the byte."""
+    case = replace(CASES[name], nodes=nodes)
+    rehearsed = _bytes_of(dry_run(case.scenario(), case.row))
+    assert rehearsed
+    for ledger in ranks.run(ledger_of_second_step, case, world=2 * nodes):
+        assert rehearsed == _by_level(ledger, is_in_node=case.row.is_hsdp)
+
+
+@pytest.mark.parametrize("row", ["default", "wire16-accumulate", "hsdp"])
+def test_multiplied_layers_equal_a_full_run(row: str) -> None:
+    """Events and memory, both exactly; with recomputation and more micro-batches than are rehearsed."""
+    case = Case(find_row(row), DEEP, nodes=3, micro_batches=5, checkpointing=True)
+    multiplied, full = (dry_run(case.scenario(), case.row, full=full) for full in (False, True))
+    assert multiplied == full
+    assert {event.unit for event in full.events} == {"(root)", *(f"blocks.{i}" for i in range(7))}
+
+
+def test_layers_that_differ_are_all_rehearsed(caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> nn.Module:
+        model = Gpt(DEEP)
+        model.blocks[5].down = nn.Linear(256, 64)  # with a bias
+        return model
+
+    scenario = Scenario(Model("uneven", build), 2, 2, sequence=DEEP.context)
+    trace = dry_run(scenario, find_row("default"))
+    assert trace == dry_run(scenario, find_row("default"), full=True)
+    assert "the layers of uneven differ" in caplog.text
+
+
+def test_a_world_of_2048_ranks() -> None:
+    """Weights cross nodes once in int8, gradients once in int4."""
+    trace = dry_run(Scenario(resolve("125M"), 128, 16, micro_batches=2), find_row("default"))
+    gathers = [event for event in trace.events if isinstance(event, Gather) and event.unit == "blocks.7"]
+    reductions = [event for event in trace.events if isinstance(event, Reduce) and event.unit == "blocks.7"]
+    width, hidden = 768, 2048
+    shard = (4 * width * width + 3 * width * hidden) // 2048 + 2  # two norms: one element each, padded
+    int8, int4 = (BlockFormat(bits, 128).row_bytes(shard) for bits in (8, 4))
+    assert [[(hop.level, hop.wire_bytes) for hop in event.hops] for event in gathers] == [
+        [("across", 127 * int8), ("in-node", 15 * 128 * int8)],
+        *[[("in-node", 15 * 128 * int8)]] * 3,
+    ]
+    assert [[(hop.level, hop.wire_bytes) for hop in event.hops] for event in reductions] == [
+        [("in-node", 15 * 128 * int8)],
+        [("in-node", 15 * 128 * int8), ("across", 127 * int4)],
+    ]
+    assert [(hop.encoded, hop.decoded) for hop in gathers[0].hops] == [(shard, 0), (0, 2048 * shard)]
+    assert [(hop.encoded, hop.decoded) for hop in reductions[1].hops] == [
+        (2048 * shard, 2048 * shard),
+        (128 * shard, 128 * shard),
+    ]
+    assert trace.parameters == 123_587_328
+
+
+def test_flops_are_those_of_the_arithmetic() -> None:
+    scenario = Case(OFF, DEEP, checkpointing=True).scenario()
+    trace = dry_run(scenario, OFF)
+    flops = Counter[tuple[str, str]]()
+    for event in trace.events:
+        if isinstance(event, Compute):
+            flops[event.unit, event.phase] += event.flops
+    batch, length, width = DEEP.batch, DEEP.context, DEEP.width
+    matrices, attention = 2 * batch * length * 12 * width**2, 4 * batch * length**2 * width
+    head = 2 * batch * length * width * 256
+    assert flops["blocks.3", "forward"] == matrices + attention
+    assert flops["blocks.3", "backward"] == 2 * matrices + 2.5 * attention  # q k^T is computed again
+    # Recomputation ends where the last saved tensor is back: before the last of the matrix products.
+    assert flops["blocks.3", "recompute"] == matrices + attention - 2 * batch * length * 4 * width**2
+    assert flops["(root)", "forward"] == head
+    assert flops["(root)", "backward"] == 2 * head
+    assert trace.flops == sum(flops.values())
+
+
+def test_order_is_that_of_fsdp2() -> None:
+    """Forward gathers before it computes; backward has the next gather under way before it computes."""
+    trace = dry_run(Case(OFF, SMALL).scenario(), OFF)
+    order = [
+        (type(event).__name__, event.unit)
+        for event in trace.events
+        if not (isinstance(event, Compute) and (event.flops == 0 or event.phase == "optimizer"))
+    ]
+    assert order == [
+        ("Gather", "(root)"),
+        ("Gather", "blocks.0"),
+        ("Compute", "blocks.0"),
+        ("Gather", "blocks.1"),
+        ("Compute", "blocks.1"),
+        ("Compute", "(root)"),
+        ("Gather", "blocks.1"),
+        ("Compute", "(root)"),
+        ("Gather", "blocks.0"),
+        ("Compute", "blocks.1"),
+        ("Reduce", "blocks.1"),
+        ("Compute", "blocks.0"),
+        ("Reduce", "blocks.0"),
+        ("Reduce", "(root)"),
+    ]

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.plan.real import Case, peak_of_second_step
+from tests.ranks import Ranks
+from zeropp.lab.rows import find_row
+from zeropp.lab.workload import Workload
+from zeropp.plan.dryrun import dry_run
+from zeropp.plan.memory import LiveStorages, MemoryEstimate, nbytes_of
+
+WIDE = Workload(layers=5, width=512, context=64, batch=2)
+LONG = Workload(layers=5, width=128, context=256, batch=8)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(find_row("default"), WIDE, micro_batches=2),
+        Case(find_row("default"), LONG),
+        Case(find_row("default"), LONG, checkpointing=True),
+        Case(find_row("wire16-accumulate"), WIDE, micro_batches=2),
+        Case(find_row("hsdp"), WIDE),
+    ],
+    ids=["weights", "activations", "checkpointing", "unsharded gradients", "hsdp"],
+)
+def test_peak_is_that_of_a_real_run(ranks: Ranks, case: Case) -> None:
+    estimate = dry_run(case.scenario(), case.row).memory
+    measured = max(ranks.run(peak_of_second_step, case))
+    print(estimate, estimate.peak, measured, estimate.peak / measured)
+    assert estimate.peak == pytest.approx(measured, rel=0.1)
+
+
+def test_storages_count_once_and_until_they_are_gone() -> None:
+    live = LiveStorages()
+    x = torch.zeros(100)
+    for tensor in (x, x[:50], x.view(10, 10)):
+        live.see(tensor)
+    assert live.nbytes == 400
+    view = x[:1]
+    del x, tensor
+    assert live.nbytes == 400  # the view keeps it
+    del view
+    assert live.nbytes == 0
+
+
+def test_storages_that_are_resized_are_asked() -> None:
+    live = LiveStorages()
+    weights = torch.zeros(100)
+    live.see(weights)
+    live.see_resized([weights])
+    assert (live.nbytes, live.resized_bytes) == (400, 400)
+    weights.untyped_storage().resize_(0)
+    assert live.nbytes == 0
+    weights.untyped_storage().resize_(400)
+    live.see(weights)
+    assert live.nbytes == 400
+    del weights
+    assert live.nbytes == 0
+
+
+def test_bytes_of_tensors_that_share() -> None:
+    x = torch.zeros(10)
+    assert nbytes_of([x, x[:5], torch.zeros(3)]) == 52
+
+
+def test_growth_is_linear() -> None:
+    small, larger = MemoryEstimate(1, 2, 3, 4, 5, 6, 7), MemoryEstimate(2, 2, 5, 4, 5, 6, 17)
+    assert small.grown(larger, 3) == MemoryEstimate(4, 2, 9, 4, 5, 6, 37)

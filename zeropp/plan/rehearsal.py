@@ -1,0 +1,188 @@
+"""A rehearsal: a step of real training code, recorded, on ranks and tensors that do not exist.
+
+A `fake` process group has any number of ranks and sends nothing; fake tensors have shapes and no content. All
+else is what a cluster would run: FSDP2, zeropp's comms, the ledger, the optimizer. It plays rank 0, which has
+the largest shards where they are not equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ..config import Config
+from ..handle import apply
+from ..lab.rows import Row
+from ..lab.sharding import sharding_options, sync_switch
+from .hops import HopMeter
+from .layers import Part
+from .memory import LiveStorages, MemoryEstimate, nbytes_of
+from .models import PlanError, are_alike, find_blocks, loss_of
+from .recorder import ROOT, Recorded, Recorder
+from .scenario import Scenario
+from .trace import Gather, Reduce
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a step did, with as many layers as were asked for."""
+
+    parts: list[Part]
+    """The micro-batches, then the optimizer."""
+    parameters: int
+    layers_name: str
+    """Of the list of layers in the model."""
+    layers: int
+    """In the whole model."""
+    are_alike: bool
+    """Whether all layers of the whole model do the same."""
+
+
+def rehearse(scenario: Scenario, row: Row, layers: int | None = None) -> Recording:
+    """Record a step, after one to get going, of the model with its first `layers` layers, or with all."""
+    if dist.is_initialized():
+        raise PlanError(
+            "a dry run needs a process group of its own, and this process has one already; call "
+            "torch.distributed.destroy_process_group() first"
+        )
+    if row.engine != "fsdp2":
+        raise PlanError(f"row {row.name!r} runs {row.engine}; a dry run knows FSDP2 only")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scenario.world_size)
+    try:
+        mesh = init_device_mesh("cpu", (scenario.world_size,))  # outside the mode: a mesh has content
+        options = {"mesh": mesh} | sharding_options(row, scenario.ranks_per_node)
+        with _explained(scenario.model.name), FakeTensorMode(allow_non_fake_inputs=True):
+            return _Rehearsal(scenario, row, options, layers).run()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Rehearsal:
+    """A sharded model with its optimizer, watched by a recorder."""
+
+    def __init__(self, scenario: Scenario, row: Row, options: dict[str, Any], layers: int | None) -> None:
+        self._scenario, self._row = scenario, row
+        self._storages = LiveStorages()
+        self._recorder = Recorder(self._storages)
+        with self._recorder:
+            self._model = scenario.model.build().train()
+            self._layers_name, blocks = find_blocks(self._model)
+            self._layers, self._are_alike = len(blocks), are_alike(blocks)
+            del blocks[self._layers if layers is None else layers :]
+            _shard(self._model, blocks, scenario, options)
+        self._parameters = list(self._model.parameters())
+        config = Config.off() if row.config is None else row.config
+        self._zpp = apply(self._model, replace(config, node_size=scenario.ranks_per_node))
+        self._set_sync = sync_switch(row, self._model, self._zpp)
+        # One optimizer per unit costs what one for all does, and shows whose parameters it works on. Fused:
+        # the others read the step number from a tensor, and a fake one has none.
+        self._optimizers = {
+            treatment.unit.name: torch.optim.AdamW(treatment.unit.params, fused=True)
+            for treatment in self._zpp.treatments
+        }
+        self._state_bytes = 0
+        self._watch()
+
+    def run(self) -> Recording:
+        self._recorder.start(self._breakdown)
+        with self._recorder:
+            self._step(micro_batches=1)
+            states = [state for o in self._optimizers.values() for state in o.state.values()]
+            self._state_bytes = nbytes_of(value for state in states for value in state.values())
+            parts = self._step(self._scenario.micro_batches)
+        parameters = sum(p.numel() for p in self._parameters)
+        return Recording(parts, parameters, self._layers_name, self._layers, self._are_alike)
+
+    def _watch(self) -> None:
+        modules = {name or ROOT: m for name, m in self._model.named_modules() if isinstance(m, FSDPModule)}
+        for treatment in self._zpp.treatments:
+            name, topology = treatment.unit.name, treatment.topology
+            module = modules[name]
+            self._recorder.watch(name, module)  # type: ignore[arg-type]  # an FSDPModule is an nn.Module
+            if self._row.is_hsdp:
+                module.set_all_reduce_hook(self._all_reduced(name))
+            if treatment.comms is not None and topology is not None:
+                all_gather, reduce_scatter = treatment.comms
+                gathers = HopMeter(Gather, treatment, topology, self._zpp.ledger)
+                reductions = HopMeter(Reduce, treatment, topology, self._zpp.ledger)
+                recorded = Recorded(all_gather, gathers, self._recorder)
+                module.set_custom_all_gather(recorded)  # type: ignore[arg-type]  # any object will do
+                recorded = Recorded(reduce_scatter, reductions, self._recorder)
+                module.set_custom_reduce_scatter(recorded)  # type: ignore[arg-type]
+
+    def _all_reduced(self, unit: str) -> Any:
+        return lambda gradients: self._recorder.replicas_reduced(unit, gradients, self._scenario.nodes)
+
+    def _step(self, micro_batches: int) -> list[Part]:
+        """One optimizer step; the parts of it."""
+        scenario, parts = self._scenario, []
+        for micro_batch in range(micro_batches):
+            self._set_sync(micro_batch == micro_batches - 1)
+            loss = loss_of(self._model, scenario.micro_batch, scenario.sequence) / micro_batches
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            parts.append(self._recorder.take())
+        for unit, optimizer in self._optimizers.items():
+            with self._recorder.optimizer_of(unit):
+                optimizer.step()
+        parts.append(self._recorder.take())
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad()
+        return parts
+
+    def _breakdown(self) -> MemoryEstimate:
+        """Memory now. What has no other name is an activation."""
+        shards = nbytes_of(self._parameters)
+        gradients = nbytes_of(p.grad for p in self._parameters if p.grad is not None)
+        node_shards, gathered = self._zpp.node_shard_bytes, self._storages.resized_bytes
+        communication = self._zpp.communication_bytes - node_shards
+        named = shards + gradients + self._state_bytes + node_shards + gathered + communication
+        return MemoryEstimate(
+            shards, self._state_bytes, gradients, node_shards, gathered, communication,
+            activations=self._storages.nbytes - named,
+        )  # fmt: skip
+
+
+def _shard(model: nn.Module, blocks: nn.ModuleList, scenario: Scenario, options: dict[str, Any]) -> None:
+    """fully_shard, layer by layer, with the rest in the root unit."""
+    if scenario.checkpointing:
+        for position, block in enumerate(blocks):
+            blocks[position] = checkpoint_wrapper(block, preserve_rng_state=False)
+    compute, reduce = DTYPES[scenario.compute], DTYPES[scenario.reduce]
+    options = options | {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)}
+    # Outside the mode, because FSDP2 may make a mesh, and a mesh has content. Parameters stay fake.
+    with unset_fake_temporarily():
+        for block in blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what fake tensors cannot do into an error that says what to change."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise PlanError(
+            f"the model {name!r} decides something by the content of a tensor ({error}), and in a dry run "
+            "tensors have none; look for .item(), bool(tensor), nonzero() or a mask as an index on its way, "
+            "and replace it, or plan for a model of the same size without it"
+        ) from error

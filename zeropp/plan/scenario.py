@@ -1,0 +1,54 @@
+"""What is to be planned for: a model, the ranks that train it, and how much they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .models import Model, PlanError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is to be trained, and on how many ranks."""
+
+    model: Model
+    nodes: int
+    ranks_per_node: int
+    micro_batch: int = 1
+    """Sequences per rank and micro-batch."""
+    sequence: int = 512
+    """Tokens of a sequence."""
+    micro_batches: int = 1
+    """Per optimizer step."""
+    compute: Precision = "bf16"
+    """What weights are gathered as, and computed in. Shards and optimizer state keep the model's dtype."""
+    reduce: Precision = "bf16"
+    """What FSDP2 passes gradients to a reduction as."""
+    checkpointing: bool = False
+    """Keep the inputs of each layer only, and compute the layer again in backward."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node", "micro_batch", "sequence", "micro_batches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PlanError(f"{name} is {value!r}; expected a positive number")
+        for name in ("compute", "reduce"):
+            value, choices = getattr(self, name), get_args(Precision)
+            if value not in choices:
+                raise PlanError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
+        if self.world_size < 2:
+            raise PlanError(
+                "nodes x ranks_per_node is 1; expected two ranks or more: one alone sends nothing"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def tokens(self) -> int:
+        """Per rank and step."""
+        return self.micro_batch * self.sequence * self.micro_batches
