@@ -19,7 +19,7 @@ from zeropp.plan.scenario import Scenario
 )
 def test_bad_values_say_what_is_expected(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError) as raised:
-        Scenario(**({"model": resolve("tiny"), "nodes": 2, "ranks_per_node": 2} | wrong))
+        Scenario(**{"model": resolve("tiny"), "nodes": 2, "ranks_per_node": 2, **wrong})
     assert says in str(raised.value)
 
 

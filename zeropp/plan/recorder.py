@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 
 from .hops import HopMeter, all_reduce_hop
 from .memory import LiveStorages, MemoryEstimate
-from .trace import Compute, Event, Phase, Reduce
+from .trace import Compute, Event, Hop, Phase, Reduce
 
 aten = torch.ops.aten
 FLOPS = {
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def replicas_reduced(self, unit: str, gradients: Tensor, ranks: int) -> None:
         """HSDP has all-reduced a shard of gradients, which it had just reduced inside the node."""
-        hops = (all_reduce_hop(gradients, ranks),)
+        hops: tuple[Hop, ...] = (all_reduce_hop(gradients, ranks),)
         last = self._recorded[-1][0] if self._recorded and not self._flops else None
         if isinstance(last, Reduce) and last.unit == unit:
             hops, _ = last.hops + hops, self._recorded.pop()
