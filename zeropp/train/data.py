@@ -41,6 +41,8 @@ class DataConfig:
                 f"DataConfig.validation_fraction is {self.validation_fraction}; expected more than 0 and "
                 "less than 1"
             )
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"DataConfig.vocab_size is {self.vocab_size}; expected at least 1, or None")
 
 
 class Loader:
@@ -55,6 +57,11 @@ class Loader:
                 "world size and positive sizes"
             )
         documents = open_documents(config.source)
+        if documents.is_text and config.vocab_size is not None:
+            raise ValueError(
+                f"DataConfig.vocab_size is {config.vocab_size}, but {config.source!r} is text, whose tokens "
+                "are its bytes; leave it out"
+            )
         self._stream = Stream(documents)
         self._split = int(len(self._stream) * (1 - config.validation_fraction))
         self._rank, self._world = rank, world
@@ -111,10 +118,11 @@ class Loader:
 
     def _rows(self, starts: list[int]) -> tuple[Tensor, Tensor]:
         rows = np.stack([self._stream.read(start, start + self._sequence + 1) for start in starts])
-        if (rows >= self.vocab_size).any():
+        strange = rows[(rows < 0) | (rows >= self.vocab_size)]
+        if len(strange):
             raise ValueError(
-                f"the data has token id {rows.max()}; DataConfig.vocab_size says that all are below "
-                f"{self.vocab_size}"
+                f"the data has token id {strange[0]}; expected 0 to {self.vocab_size - 1}: correct the data, "
+                "or DataConfig.vocab_size"
             )
         tokens = torch.from_numpy(rows)  # [batch, sequence + 1]
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -21,13 +21,14 @@ Tokens = npt.NDArray[np.integer[Any]]
 SPLIT_OFF = {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle", "turtledemo"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 OPEN_FILES = 64  # memory maps that stay open
+READ_ROWS = 1000  # of a dataset at once, when adding up lengths
 SCAN_TOKENS = 1 << 24  # read at once when looking for the largest token id
 
 
 class Documents(Protocol):
     """Documents of known lengths, read one at a time."""
 
-    lengths: list[int]
+    lengths: npt.NDArray[np.int64]
     is_text: bool
     """Tokens are bytes, below 256."""
 
@@ -41,7 +42,7 @@ class TextFiles:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = [file for file in files if file.stat().st_size]
-        self.lengths = [file.stat().st_size for file in self._files]
+        self.lengths = np.array([file.stat().st_size for file in self._files], np.int64)
         self._open = lru_cache(OPEN_FILES)(lambda index: np.memmap(self._files[index], np.uint8, mode="r"))
 
     def __getitem__(self, index: int, /) -> Tokens:
@@ -56,7 +57,6 @@ class TokenFiles:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self._open = lru_cache(OPEN_FILES)(lambda index: np.load(self._files[index], mmap_mode="r"))
-        self.lengths = []
         for index, file in enumerate(files):
             tokens = self._open(index)  # np.load refuses pickled objects
             if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -64,7 +64,7 @@ class TokenFiles:
                     f"{file} holds {tokens.dtype} of shape {tokens.shape}; expected token ids: integers in "
                     "one dimension"
                 )
-            self.lengths.append(len(tokens))
+        self.lengths = np.array([len(self._open(index)) for index in range(len(files))], np.int64)
 
     def __getitem__(self, index: int, /) -> Tokens:
         return self._open(index)  # type: ignore[no-any-return]
@@ -79,6 +79,7 @@ class DatasetRows:
             raise ModuleNotFoundError(
                 f"'hf:{folder}' needs datasets; install it with: pip install 'zeropp[hf-data]'"
             )
+        import pyarrow.compute as arrow  # type: ignore[import-untyped]
         from datasets import Dataset, load_from_disk  # type: ignore[import-untyped]
 
         dataset = load_from_disk(folder)
@@ -95,15 +96,10 @@ class DatasetRows:
                 "or 'text'"
             )
         self._rows = dataset.select_columns([self._column]).with_format("arrow")
-        self.lengths = []
-        for table in self._rows.iter(batch_size=1000):
-            self.lengths += self._lengths(table[self._column])
-
-    def _lengths(self, column: Any) -> list[int]:
-        import pyarrow.compute as arrow  # type: ignore[import-untyped]
-
         length_of = arrow.binary_length if self.is_text else arrow.list_value_length
-        return length_of(column).to_pylist()  # type: ignore[no-any-return]
+        tables = self._rows.iter(batch_size=READ_ROWS)
+        parts = [length_of(table[self._column]).to_numpy() for table in tables]
+        self.lengths = np.concatenate([np.empty(0, np.int64), *parts])
 
     def __getitem__(self, index: int, /) -> Tokens:
         row = self._rows[index][self._column][0]
@@ -117,22 +113,22 @@ class Stream:
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
-        self._ends = np.cumsum(np.asarray(documents.lengths, np.int64))
+        self._starts = np.concatenate([[0], np.cumsum(documents.lengths)])  # and where the last one ends
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens start .. stop - 1."""
-        parts = []
-        index = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            begin = int(self._ends[index]) - self._documents.lengths[index]
-            part = self._documents[index][start - begin : stop - begin]
-            parts.append(part.astype(np.int64))
-            start += len(part)
+        tokens = np.empty(stop - start, np.int64)
+        filled, index = 0, int(np.searchsorted(self._starts, start, side="right")) - 1
+        while filled < len(tokens):
+            begin = int(self._starts[index])
+            part = self._documents[index][start + filled - begin : stop - begin]
+            tokens[filled : filled + len(part)] = part
+            filled += len(part)
             index += 1
-        return np.concatenate(parts)
+        return tokens
 
     def largest(self) -> int:
         """The largest token id, from reading everything."""
@@ -148,7 +144,7 @@ def open_documents(source: str) -> Documents:
         return DatasetRows(Path(source.removeprefix("hf:")).expanduser())
     path = Path(source).expanduser()
     if not path.exists():
-        raise FileNotFoundError(
+        raise ValueError(
             f"data source {source!r} does not exist; expected 'stdlib', 'hf:' and a path, or a path"
         )
     files = [path] if path.is_file() else _files_in(path)

@@ -126,15 +126,16 @@ def _build_hugging_face(path: Path, seed: int, device: torch.device) -> nn.Modul
             f"'hf:{path}' needs transformers; install it with: pip install 'zeropp[hf]'"
         )
     if not (path.is_file() or (path / "config.json").is_file()):
-        raise FileNotFoundError(f"'hf:{path}': expected a config.json or a local folder that has one")
+        raise ValueError(f"'hf:{path}': expected a config.json or a local folder that has one")
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # None would ask on stdin
     if path.is_dir() and any(path.glob("*.safetensors")) and device.type != "meta":
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, use_safetensors=True
+            path, dtype=torch.float32, use_safetensors=True, **local
         )
         return model.to(device)
-    hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+    hf_config = AutoConfig.from_pretrained(path, **local)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)  # type: ignore[no-untyped-call]

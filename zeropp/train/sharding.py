@@ -42,6 +42,12 @@ def shard(
     minutes.
     """
     device = torch.device(mesh.device_type)
+    has_no_weights = any(parameter.is_meta for parameter in model.parameters())
+    if has_no_weights and not isinstance(model, GPT):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device and only our GPT can fill in its weights; "
+            "build it on the CPU"
+        )
     bf16 = precision == "bf16" or (precision == "auto" and is_good_at_bf16(device))
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -52,15 +58,10 @@ def shard(
         _checkpoint_blocks(model)
     for block in blocks_of(model):
         if compile:
-            block.compile()  # before fully_shard, whose hooks then stay outside of the graph
+            block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        if not isinstance(model, GPT):
-            raise ValueError(
-                f"{type(model).__name__} is on the meta device and only our GPT can fill in its weights; "
-                "build it on the CPU"
-            )
+    if has_no_weights and isinstance(model, GPT):
         model.to_empty(device=device)
         model.reset_parameters()
     return model
