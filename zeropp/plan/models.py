@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..train.model import SIZES
-from ..train.models import HUGGING_FACE, HuggingFaceLM, ModelConfig, blocks_of, build_model
+from ..train.models import HUGGING_FACE, ModelConfig, blocks_of, build_model
 
 SIMPLE = (bool, int, float, str, tuple, type(None))
 POSITION_NAMES = ("idx", "index", "layer_id", "layer_number")
@@ -123,15 +123,14 @@ def _wants_targets(parameters: list[inspect.Parameter]) -> bool:
 
 
 def _hugging_face(spec: str) -> nn.Module:
-    """Built without weights: those of a checkpoint would be read, and a dry run needs none."""
+    """Built from its config.json alone: a checkpoint would be read, and a dry run needs no weights."""
+    config = ModelConfig(spec)
+    if config.hugging_face is not None and config.hugging_face.is_dir():
+        config = ModelConfig(f"{spec}/config.json")
     try:
-        model = build_model(ModelConfig(spec), seed=0, device="meta")
+        return build_model(config, seed=0)
     except (ImportError, OSError, ValueError) as error:
         raise PlanError(f"model is {spec!r}: {error}") from error
-    model.to_empty(device="cpu")
-    assert isinstance(model, HuggingFaceLM)
-    model.model.tie_weights()  # `to_empty` gave each name a tensor of its own
-    return model
 
 
 def _from_function(spec: str) -> Model:
@@ -150,9 +149,7 @@ def _from_function(spec: str) -> Model:
     def build() -> nn.Module:
         model = function()
         if not isinstance(model, nn.Module):
-            raise PlanError(
-                f"{spec} returned a {type(model).__name__}; expected the torch.nn.Module to train"
-            )
+            raise PlanError(f"{spec} returned a {type(model).__name__}; expected a torch.nn.Module")
         return model
 
     return Model(spec, build)

@@ -40,9 +40,7 @@ class Scenario:
             if value not in choices:
                 raise PlanError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
         if self.world_size < 2:
-            raise PlanError(
-                "nodes x ranks_per_node is 1; expected two ranks or more: one alone sends nothing"
-            )
+            raise PlanError("nodes x ranks_per_node is 1; expected two or more: one rank sends nothing")
 
     @property
     def world_size(self) -> int:
