@@ -30,8 +30,15 @@ FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
-UNTOUCHED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-COPY_OUT = torch.ops.fsdp.split_with_sizes_copy
+UNTOUCHED = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten._unsafe_view,
+}
+COPY_IN, COPY_OUT = torch.ops.fsdp.all_gather_copy_in, torch.ops.fsdp.split_with_sizes_copy
 ROOT = "(root)"
 
 
@@ -129,11 +136,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._close_span()
             self._span = where
         packet = func._overloadpacket
-        if not func.is_view and packet not in UNTOUCHED:
-            given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
-            self._bytes_touched += sum(tensor.nbytes for tensor in (*given, *results))
         if packet in FLOPS:
             self._flops += FLOPS[packet](*args, **kwargs, out_val=out)
+        elif not func.is_view and packet not in UNTOUCHED and func.namespace != "prim":
+            self._bytes_touched += _bytes_touched(packet, args, kwargs, results)
 
     def _where(self) -> tuple[str, Phase]:
         if self._optimizing is not None:
@@ -182,6 +188,16 @@ class Recorded:
         self._meter.start()
         with self._recorder.comm(lambda: self._meter.event(input_tensor, group)):
             return self._comm(output_tensor, input_tensor, group, *args, **kwargs)
+
+
+def _bytes_touched(packet: Any, args: Any, kwargs: Any, results: list[Tensor]) -> int:
+    """Read and written by one operation: its tensors, unless it takes more than it looks at."""
+    if packet == COPY_IN:  # shards into their slot of a large buffer
+        return sum(2 * int(shard.nbytes) for shard in args[0])
+    if packet == aten.embedding:  # some rows of a table
+        return 2 * sum(tensor.nbytes for tensor in results)
+    given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
+    return sum(tensor.nbytes for tensor in (*given, *results))
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
