@@ -41,8 +41,8 @@ def main(arguments: list[str]) -> int:
     if options.show is not None:
         results = Results.load(options.show)
     else:
-        _check_writable(options.json)
-        _check_writable(options.html)
+        check_writable(options.json)
+        check_writable(options.html)
         results = _run(options.settings, console, options.json)
     options.html.write_text(render_html(results))
     for table in bench_tables(results):
@@ -68,7 +68,7 @@ def _run(settings: Settings, console: Console, path: Path) -> Results:
         return run_bench(settings, show, on_results=lambda results: results.save(path))
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Before minutes of work, not after."""
     if not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written: {path.parent} is not a folder; make it, or name another")

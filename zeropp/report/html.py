@@ -8,64 +8,28 @@ from typing import Any
 from ..lab.results import Results, verdicts
 from ..lab.rows import ROWS
 from ..lab.timeline import PARTS
+from .page import HEIGHT, Figures, graph_objects, page, table
 from .tables import COLUMNS, EXPLANATION, colors, main_rows, parts_rows, style_of
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; }
-body { max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #dfe3ea; }
-th:first-child, td:first-child { text-align: left; }
-tr.ours td { font-weight: 600; color: #1c7a45; } tr.baseline td { font-weight: 600; }
-p.note { color: #5b6575; }
-"""
-HEIGHT = 460
 
 
 def render_html(results: Results) -> str:
     """A report of the whole run, as a string."""
-    figures = _Figures()
+    figures = Figures()
     sections = [_summary(results)]
     for micro_batches in results.micro_batches():
         plural = "es" if micro_batches > 1 else ""
         sections += [
             f"<h2>{micro_batches} micro-batch{plural} per optimizer step</h2>",
-            _table([list(COLUMNS), *main_rows(results, micro_batches)]),
+            table([list(COLUMNS), *main_rows(results, micro_batches)], _class_of),
             figures.add(_step_figure(results, micro_batches)),
             figures.add(_parts_figure(results, micro_batches)),
-            _table(parts_rows(results, micro_batches)),
+            table(parts_rows(results, micro_batches), _class_of),
         ]
     sections += ["<h2>Bytes across nodes</h2>", figures.add(_bytes_figure(results))]
     sections += ["<h2>Memory</h2>", figures.add(_memory_figure(results))]
     if results.losses:
         sections += ["<h2>Losses</h2>", figures.add(_loss_figure(results))]
-    title = f"zeropp lab bench: {results.describe()}"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>zeropp lab bench</h1>{''.join(sections)}</body></html>"
-    )
-
-
-class _Figures:
-    """Turns figures into HTML; the first one brings plotly's script."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def add(self, figure: Any) -> str:
-        self._count += 1
-        text: str = figure.to_html(
-            full_html=False, include_plotlyjs=self._count == 1, div_id=f"figure-{self._count}"
-        )
-        return text
-
-
-def _graph_objects() -> Any:
-    try:
-        import plotly.graph_objects as graph_objects  # type: ignore[import-untyped]
-    except ModuleNotFoundError:
-        raise ValueError("the HTML report needs the package plotly: pip install 'zeropp[plots]'") from None
-    return graph_objects
+    return page("zeropp lab bench", results.describe(), sections)
 
 
 def _summary(results: Results) -> str:
@@ -82,21 +46,13 @@ def _summary(results: Results) -> str:
     )
 
 
-def _table(lines: list[list[str]]) -> str:
-    classes = {"bold green": "ours", "bold": "baseline", "": ""}
-    head = "".join(f"<th>{escape(column)}</th>" for column in lines[0])
-    body = "".join(
-        f'<tr class="{classes[style_of(line[0])]}">'
-        + "".join(f"<td>{escape(text)}</td>" for text in line)
-        + "</tr>"
-        for line in lines[1:]
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def _class_of(title: str) -> str:
+    return {"bold green": "ours", "bold": "baseline", "": ""}[style_of(title)]
 
 
 def _step_figure(results: Results, micro_batches: int) -> Any:
     """Median step times, with the limit of each row as a mark."""
-    go = _graph_objects()
+    go = graph_objects()
     cells = [(row.title, c) for row in ROWS if (c := results.cell(row.name, micro_batches)) is not None]
     titles = [title for title, _ in cells]
     figure = go.Figure()
@@ -121,7 +77,7 @@ def _step_figure(results: Results, micro_batches: int) -> Any:
 
 
 def _parts_figure(results: Results, micro_batches: int) -> Any:
-    go = _graph_objects()
+    go = graph_objects()
     cells = [(row.title, c) for row in ROWS if (c := results.cell(row.name, micro_batches)) is not None]
     figure = go.Figure()
     for part in PARTS:
@@ -150,7 +106,7 @@ def _memory_figure(results: Results) -> Any:
 
 
 def _grouped_figure(results: Results, title: str, value: Any, *, log: bool) -> Any:
-    go = _graph_objects()
+    go = graph_objects()
     figure = go.Figure()
     for micro_batches in results.micro_batches():
         cells = [(row.title, c) for row in ROWS if (c := results.cell(row.name, micro_batches)) is not None]
@@ -166,7 +122,7 @@ def _grouped_figure(results: Results, title: str, value: Any, *, log: bool) -> A
 
 
 def _loss_figure(results: Results) -> Any:
-    go = _graph_objects()
+    go = graph_objects()
     figure = go.Figure()
     for row in ROWS:
         if row.name in results.losses:

@@ -39,9 +39,9 @@ def bench_tables(results: Results) -> list[Table]:
         title = (
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step; {results.describe()}"
         )
-        tables.append(_as_table(title, [list(COLUMNS), *main_rows(results, micro_batches)]))
+        tables.append(as_table(title, [list(COLUMNS), *main_rows(results, micro_batches)]))
         tables.append(
-            _as_table(f"ms of a step in each part ({micro_batches})", parts_rows(results, micro_batches))
+            as_table(f"ms of a step in each part ({micro_batches})", parts_rows(results, micro_batches))
         )
     return tables
 
@@ -108,7 +108,7 @@ def _star(is_best: bool) -> str:
     return " *" if is_best else ""
 
 
-def _as_table(title: str, lines: list[list[str]]) -> Table:
+def as_table(title: str, lines: list[list[str]]) -> Table:
     table = Table(title=title)
     for number, column in enumerate(lines[0]):
         table.add_column(column, justify="right" if number else "left", no_wrap=not number)
