@@ -18,7 +18,7 @@ def hop(
 
 
 def flat_trace(
-    units: int = 4, wire_bytes: int = 1 << 26, flops: int = 10**12, micro_batches: int = 1
+    units: int = 4, wire_bytes: int = 1 << 26, flops: int = 10**11, micro_batches: int = 1
 ) -> Trace:
     """Plain FSDP2."""
     return make_trace(
@@ -32,7 +32,7 @@ def flat_trace(
 
 
 def two_hop_trace(
-    units: int = 4, numel: int = 1 << 25, flops: int = 10**12, micro_batches: int = 1, chunks: int = 4
+    units: int = 4, numel: int = 1 << 25, flops: int = 10**11, micro_batches: int = 1, chunks: int = 4
 ) -> Trace:
     """zeropp's default: int8 weights across once, int8 and int4 gradients."""
     in_node = hop("in-node", "all_gather", numel, chunks=chunks, coded=numel, codec="int8")

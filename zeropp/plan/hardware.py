@@ -28,9 +28,10 @@ from typing import Any
 
 from .trace import Compute, Hop
 
-CODEC_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
+CODEC_BYTES = {"none": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+"""Of an element on the wire, where codec speeds come from the memory rate, which is for GPUs."""
 WIDE_BYTES = 2.0
-"""Of an element that is not encoded; where codec speeds come from the memory rate, which is for GPUs."""
+"""Of an element in memory, there."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Hardware:
     codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
     """By codec; those that are not here run at the rate of the memory."""
     measured: Mapping[str, Cost] = field(default_factory=dict)
-    """By "collective level", such as "all_gather across": used in the place of rates and latencies."""
+    """By "collective level", such as "all_gather across": used in the place of rates and latencies. With
+    "plain" behind it: as FSDP2 sends, by the backend's own collective."""
 
     def __post_init__(self) -> None:
         for name in ("peak_tflops", "memory_gib", "memory_gbyte_s", "in_node_gbyte_s", "link_gbit_s"):
@@ -122,17 +124,21 @@ class Hardware:
         """
         if hop.ranks == 1:
             return 0.0, 0.0
-        cost = self.measured.get(f"{hop.collective} {hop.level}")
+        cost = self._measured(hop)
         if cost is not None:
             seconds = cost.latency_us * 1e-6 + hop.wire_bytes / hop.chunks * cost.ns_per_byte * 1e-9
             return (seconds if hop.level != "across" else 0.0), (seconds if hop.level != "in-node" else 0.0)
         steps_in_node, steps_across = _steps(hop, nodes)
-        inside = (hop.wire_bytes - (hop.across_bytes if hop.level != "flat" else 0)) / hop.chunks
-        outside = hop.across_bytes * ranks_per_node / hop.chunks
+        inside, outside = hop.wire_bytes / hop.chunks, hop.across_bytes * ranks_per_node / hop.chunks
         latency = steps_in_node * self.in_node_latency_us * 1e-6 + steps_across * self.link_latency_us * 1e-6
         in_node = inside / (self.in_node_gbyte_s * 1e9) + latency if hop.level != "across" else 0.0
         across = outside * 8 / (self.link_gbit_s * 1e9) + latency if hop.level != "in-node" else 0.0
         return in_node, across
+
+    def _measured(self, hop: Hop) -> Cost | None:
+        key = f"{hop.collective} {hop.level}"
+        is_plain = hop.encoded == hop.decoded == 0
+        return self.measured.get(f"{key} plain" if is_plain and f"{key} plain" in self.measured else key)
 
     def host_seconds(self, hop: Hop) -> float:
         """What moving one chunk of the hop costs the cores."""
@@ -148,8 +154,7 @@ class Hardware:
 
     def _pass_seconds(self, codec: str, elements: float) -> float:
         """One pass over memory: elements on one side, bytes of the wire on the other."""
-        touched = elements * (CODEC_BYTES[codec] + WIDE_BYTES) if codec in CODEC_BYTES else 0.0
-        return touched / (self.memory_gbyte_s * 1e9)
+        return elements * (CODEC_BYTES[codec] + WIDE_BYTES) / (self.memory_gbyte_s * 1e9)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")

@@ -1,0 +1,252 @@
+"""The planner against the ZeRO++ paper: its 20 cells, its fully specified run, and what it predicts beyond.
+
+    python benchmarks/paper_cells.py [--scaling]
+
+All numbers are from data sheets but one, the achievable share of the peak, which is fitted to the whole table
+at once (the smallest median error of all 40 throughputs). What was run there was DeepSpeed on V100s: ZeRO-3,
+and ZeRO++ with activation checkpointing. We plan the same traffic with FSDP2 and `Config.paper()`.
+
+The one choice that is no number is the schedule. The table is predicted with both: in order (communication
+is waited for), and overlapped as FSDP2 does it. The published numbers decide between them, not we.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from zeropp.config import Config
+from zeropp.lab.rows import Row, find_row
+from zeropp.plan.catalog import find_hardware
+from zeropp.plan.dryrun import dry_run
+from zeropp.plan.hardware import Hardware
+from zeropp.plan.models import Model
+from zeropp.plan.scenario import Scenario
+from zeropp.plan.timeline import Timeline, simulate
+from zeropp.plan.trace import Trace
+from zeropp.train.model import GPT, GPTConfig
+
+PUBLISHED = json.loads((Path(__file__).parent / "data" / "zeropp_paper.json").read_text())
+VOCABULARY = 50304
+ZERO3 = find_row("fsdp2")
+PAPER = find_row("paper")
+ROWS: dict[str, Row] = {"zero3": ZERO3, "zeropp": PAPER}
+V100 = find_hardware("v100-dgx2-100g")
+SHARES = [share / 100 for share in range(36, 62, 2)]
+CANNOT_EXPLAIN = 0.15
+"""Error of the speedup from which on we say so."""
+FILE_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Options:
+    """Predict what the ZeRO++ paper published."""
+
+    scaling: bool = False
+    """Also predict 64 to 4,096 GPUs, at 100 and 400 Gbit/s."""
+    json: Path | None = None
+    """Where all numbers go."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    link_gbit_s: float
+    tokens: int
+    model: str
+    zero3: float
+    zeropp: float
+
+    def predicted(self, row: str, hardware: Hardware) -> float:
+        trace = trace_of(self.model, PUBLISHED["nodes"], self.tokens, row)
+        return simulate(trace, hardware.changed(link_gbit_s=self.link_gbit_s)).tflops
+
+    def speedup_error(self, hardware: Hardware) -> float:
+        predicted = self.predicted("zeropp", hardware) / self.predicted("zero3", hardware)
+        return predicted / (self.zeropp / self.zero3) - 1
+
+
+CELLS = [Cell(**cell) for cell in PUBLISHED["cells"]]
+
+
+def model_of(name: str) -> Model:
+    size = {key: PUBLISHED["models"][name][key] for key in ("layers", "width", "heads")}
+    config = GPTConfig(**size, context=2048, vocab_size=VOCABULARY, tied=True)
+    return Model(name, lambda: GPT(config))
+
+
+@cache
+def trace_of(model: str, nodes: int, sequence: int, row: str) -> Trace:
+    """One sequence per GPU, 16-bit weights and gradients, activation checkpointing."""
+    scenario = Scenario(
+        model_of(model),
+        nodes,
+        PUBLISHED["ranks_per_node"],
+        sequence=sequence,
+        compute="fp16",
+        reduce="fp16",
+        checkpointing=True,
+    )
+    return dry_run(scenario, ROWS[row])
+
+
+def fit_share(schedule: Hardware) -> Hardware:
+    """The achievable share with the smallest median error of all throughputs, the one fitted number."""
+
+    def error(share: float) -> float:
+        hardware = schedule.changed(compute_share=share)
+        errors = [
+            abs(cell.predicted(row, hardware) / published - 1)
+            for cell in CELLS
+            for row, published in (("zero3", cell.zero3), ("zeropp", cell.zeropp))
+        ]
+        return statistics.median(errors)
+
+    return schedule.changed(compute_share=min(SHARES, key=error))
+
+
+def cells_table(hardware: Hardware, title: str) -> Table:
+    errors = [cell.speedup_error(hardware) for cell in CELLS]
+    table = Table(
+        title=f"{title}: achievable share {hardware.compute_share:.2f} (fitted), median error of the speedup "
+        f"{statistics.median(map(abs, errors)):.1%}, largest {max(map(abs, errors)):.1%}"
+    )
+    for column in ("Gbit/s", "tokens", "model", "ZeRO-3", "published", "ZeRO++", "published", "speedup"):
+        table.add_column(column, justify="right")
+    for column in ("published", "error", ""):
+        table.add_column(column, justify="right")
+    for cell, error in zip(CELLS, errors, strict=True):
+        zero3, ours = cell.predicted("zero3", hardware), cell.predicted("zeropp", hardware)
+        remark = "not explained" if abs(error) > CANNOT_EXPLAIN else ""
+        throughputs = (f"{zero3:.1f}", f"{cell.zero3:g}", f"{ours:.1f}", f"{cell.zeropp:g}")
+        speedups = (f"{ours / zero3:.2f}", f"{cell.zeropp / cell.zero3:.2f}", f"{error:+.1%}")
+        table.add_row(f"{cell.link_gbit_s:g}", str(cell.tokens), cell.model, *throughputs, *speedups, remark)
+    return table
+
+
+def run_timeline(row: str, hardware: Hardware) -> Timeline:
+    run = PUBLISHED["run"]
+    trace = trace_of(run["model"], run["nodes"], run["sequence"], row)
+    return simulate(trace, hardware.changed(link_gbit_s=float(run["link_gbit_s"])))
+
+
+def run_table(hardware: Hardware) -> Table:
+    table = Table(title="the tutorial's run, phase by phase: ms predicted / published (error)")
+    for column in ("", "step", "forward", "backward", "optimizer"):
+        table.add_column(column, justify="right" if column else "left")
+    for row, title in (("zero3", "ZeRO-3"), ("zeropp", "ZeRO++")):
+        timeline, published = run_timeline(row, hardware), PUBLISHED["run"][row]
+        predicted: dict[str, float] = {"step": timeline.step_seconds}
+        predicted |= {str(phase): seconds for phase, seconds in timeline.phase_seconds().items()}
+        table.add_row(
+            title,
+            *(
+                f"{predicted[phase] * 1e3:,.0f} / {published[phase]:,.0f} "
+                f"({predicted[phase] * 1e3 / published[phase] - 1:+.0%})"
+                for phase in ("step", "forward", "backward", "optimizer")
+            ),
+        )
+    return table
+
+
+Schedule = Literal["in order", "overlapped"]
+
+
+def scaling_points(share: float) -> Iterator[dict[str, Any]]:
+    """18B, 2K tokens per GPU, on FSDP2: overlapped. Our default, ZeRO-3 and the paper's set."""
+    rows = {"ZeRO-3": ZERO3, "the paper's set": PAPER, "our default": Row("default", "our default", Config())}
+    for gpus in track([64, 128, 256, 512, 1024, 2048, 4096], "dry runs"):
+        for title, row in rows.items():
+            scenario = Scenario(
+                model_of("18B"),
+                gpus // 16,
+                16,
+                sequence=2048,
+                compute="fp16",
+                reduce="fp16",
+                checkpointing=True,
+            )
+            trace = dry_run(scenario, row)
+            for link in (100.0, 400.0):
+                for schedule in ("in order", "overlapped"):
+                    hardware = V100.changed(
+                        link_gbit_s=link, compute_share=share, overlap=schedule == "overlapped"
+                    )
+                    timeline = simulate(trace, hardware)
+                    yield {
+                        "gpus": gpus, "way": title, "link_gbit_s": link, "schedule": schedule,
+                        "tflops": timeline.tflops, "tokens_per_second": timeline.tokens_per_second,
+                    }  # fmt: skip
+
+
+def scaling_table(points: list[dict[str, Any]], schedule: str) -> Table:
+    table = Table(title=f"18B, 2K tokens per GPU, V100 DGX-2, {schedule}: predicted TFLOPs per GPU")
+    counts = sorted({point["gpus"] for point in points})
+    for column in ("Gbit/s", "", *(f"{gpus:,}" for gpus in counts)):
+        table.add_column(column, justify="right" if column else "left")
+    for link in (100.0, 400.0):
+        for way in dict.fromkeys(point["way"] for point in points):
+            mine = {
+                point["gpus"]: point["tflops"]
+                for point in points
+                if (point["link_gbit_s"], point["way"], point["schedule"]) == (link, way, schedule)
+            }
+            table.add_row(f"{link:g}", way, *(f"{mine[gpus]:.1f}" for gpus in counts))
+    return table
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_WIDTH)
+    wanted = {(cell.model, PUBLISHED["nodes"], cell.tokens, row) for cell in CELLS for row in ROWS}
+    for arguments in track(sorted(wanted), "dry runs", console=console):
+        trace_of(*arguments)
+    in_order = fit_share(V100.changed(overlap=False))
+    overlapped = fit_share(V100.changed(overlap=True))
+    console.print(cells_table(in_order, "in order"))
+    console.print(cells_table(overlapped, "overlapped as FSDP2 does it"))
+    console.print(run_table(in_order))
+    guessed = ", ".join(name for name, size in PUBLISHED["models"].items() if not size["published"])
+    console.print(
+        f"Layers and widths of {guessed} are not published where we read; ours have the same 12 L h^2."
+    )
+    points = list(scaling_points(in_order.compute_share)) if options.scaling else []
+    for schedule in ("in order", "overlapped") if points else ():
+        console.print(scaling_table(points, schedule))
+    if options.json is not None:
+        options.json.write_text(json.dumps(_numbers(in_order, overlapped, points), indent=1) + "\n")
+
+
+def _numbers(in_order: Hardware, overlapped: Hardware, points: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "compute_share": {"in order": in_order.compute_share, "overlapped": overlapped.compute_share},
+        "cells": [
+            {
+                "link_gbit_s": cell.link_gbit_s, "tokens": cell.tokens, "model": cell.model,
+                "published": [cell.zero3, cell.zeropp],
+                "in order": [cell.predicted(row, in_order) for row in ROWS],
+                "overlapped": [cell.predicted(row, overlapped) for row in ROWS],
+            }
+            for cell in CELLS
+        ],
+        "run": {
+            row: {"step": (timeline := run_timeline(row, in_order)).step_seconds, **timeline.phase_seconds()}
+            for row in ROWS
+        },
+        "scaling": points,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The planner against the lab: predicted and measured step time of every row of `zeropp lab bench`.
+
+    python benchmarks/plan_against_lab.py --link 500mbit
+    python benchmarks/plan_against_lab.py --hardware lab.json --bench bench.json
+
+Measures a lab cluster with `zeropp plan --measure`, runs the benchmark on one of the same shape and link, and
+dry-runs the benchmark's own model. Nothing is fitted to the benchmark. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from zeropp.lab import Cluster
+from zeropp.lab.bench import Settings, run_bench
+from zeropp.lab.results import Results
+from zeropp.lab.rows import COMPUTE, find_row
+from zeropp.lab.units import format_rate
+from zeropp.lab.workload import Gpt, Workload
+from zeropp.plan.catalog import find_hardware
+from zeropp.plan.dryrun import dry_run
+from zeropp.plan.hardware import Hardware
+from zeropp.plan.models import Model
+from zeropp.plan.scenario import Scenario
+from zeropp.plan.timeline import KINDS, Timeline, simulate
+from zeropp.plan.trace import Compute, Trace
+
+TARGET = 0.15
+MEASURE_SECONDS = 180.0
+FILE_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare the planner with the lab."""
+
+    link: str = "500mbit"
+    nodes: int = 2
+    ranks_per_node: int = 2
+    micro_batches: tuple[int, ...] = (1, 4)
+    rows: tuple[str, ...] = field(default_factory=lambda: Settings().rows)
+    rounds: int = 2
+    bench: Path | None = None
+    """Numbers of an earlier `zeropp lab bench`, in the place of a new one."""
+    hardware: Path | None = None
+    """A hardware file that was measured on the same cluster and link, in the place of measuring."""
+    save: Path | None = None
+    """A folder for hardware.json and bench.json of this run."""
+
+
+def measure(options: Options, workload: Workload, folder: Path) -> Hardware:
+    path = folder / "hardware.json"
+    tokens = ["--micro-batch", str(workload.batch), "--sequence", str(workload.context)]
+    with Cluster(options.nodes, options.ranks_per_node, options.link) as cluster:
+        cluster.run(
+            ["-m", "zeropp", "plan", "--measure", str(path.resolve()), *tokens],
+            timeout_seconds=MEASURE_SECONDS,
+        ).check()
+    return find_hardware(str(path))
+
+
+def bench(options: Options, folder: Path, console: Console) -> Results:
+    settings = Settings(
+        options.nodes,
+        options.ranks_per_node,
+        link=options.link,
+        micro_batches=options.micro_batches,
+        rows=options.rows,
+        rounds=options.rounds,
+        loss_steps=0,
+    )
+    with console.status("") as status:
+        results = run_bench(
+            settings, lambda what, done: status.update(f"{done:.0%} {what}") if what else None
+        )
+    results.save(folder / "bench.json")
+    return results
+
+
+def predict(results: Results, row: str, micro_batches: int, hardware: Hardware) -> Timeline:
+    workload = results.workload
+    scenario = Scenario(
+        Model("the lab's GPT", lambda: Gpt(workload)),
+        results.nodes,
+        results.ranks_per_node,
+        micro_batch=workload.batch,
+        sequence=workload.context,
+        micro_batches=micro_batches,
+        compute="fp32",
+        reduce="fp32",
+    )
+    if row != COMPUTE.name:
+        return simulate(dry_run(scenario, find_row(row)), hardware)
+    return simulate(without_hops(dry_run(scenario, find_row("fsdp2"))), hardware)
+
+
+def without_hops(trace: Trace) -> Trace:
+    """What is left when nothing is sent."""
+    events = tuple(event if isinstance(event, Compute) else replace(event, hops=()) for event in trace.events)
+    return replace(trace, events=events)
+
+
+def compare(results: Results, hardware: Hardware) -> tuple[Table, list[float]]:
+    table = Table(
+        title=f"{results.nodes} nodes x {results.ranks_per_node} ranks, {format_rate(results.link_bit_s)}: "
+        "step in ms, predicted and measured"
+    )
+    for column in ("", "micro-batches", "predicted", "measured", "spread", "error", *KINDS):
+        table.add_column(column, justify="right" if column else "left")
+    errors = []
+    for micro_batches in results.micro_batches():
+        measured = {COMPUTE.name: (statistics.median(results.compute_ms[micro_batches]), 0.0)}
+        measured |= {
+            cell.row: (cell.median_ms, cell.spread)
+            for cell in results.cells
+            if cell.micro_batches == micro_batches and find_row(cell.row).engine == "fsdp2"
+        }
+        for row, (median_ms, spread) in measured.items():
+            timeline = predict(results, row, micro_batches, hardware)
+            error = timeline.step_seconds * 1e3 / median_ms - 1
+            errors.append(error)
+            split = (f"{timeline.critical_seconds[kind] * 1e3:,.0f}" for kind in KINDS)
+            table.add_row(
+                find_row(row).title, str(micro_batches), f"{timeline.step_seconds * 1e3:,.0f}",
+                f"{median_ms:,.0f}", f"{spread:.0%}", f"{error:+.1%}", *split,
+                style=None if abs(error) <= TARGET else "red",
+            )  # fmt: skip
+        table.add_section()
+    return table, errors
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_WIDTH)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.save or Path(scratch)
+        results = None if options.bench is None else Results.load(options.bench)
+        workload = Workload() if results is None else results.workload
+        if options.hardware is None:
+            hardware = measure(options, workload, folder)
+        else:
+            hardware = find_hardware(str(options.hardware))
+        if results is None:
+            results = bench(options, folder, console)
+    table, errors = compare(results, hardware)
+    console.print(table)
+    within = sum(abs(error) <= TARGET for error in errors)
+    console.print(
+        f"{within} of {len(errors)} within {TARGET:.0%}; median error "
+        f"{statistics.median(map(abs, errors)):.1%}; largest {max(map(abs, errors)):.1%}"
+    )
+
+
+if __name__ == "__main__":
+    main()

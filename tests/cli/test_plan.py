@@ -1,0 +1,76 @@
+"""`zeropp plan` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zeropp.cli import main
+from zeropp.plan.catalog import find_hardware
+
+SMALL = ["plan", "--model", "tiny", "--nodes", "2", "--ranks-per-node", "2", "--sequence", "64"]
+
+
+def test_it_prints_a_plan_and_writes_numbers_report_and_timeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / name for name in ("plan.json", "plan.html", "trace.json")}
+    arguments = ["--json", str(files["plan.json"]), "--html", str(files["plan.html"])]
+    assert main([*SMALL, *arguments, "--trace", str(files["trace.json"]), "--link-gbit-s", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "zeropp's default" in shown
+    assert "2 nodes x 2 ranks" in shown
+    numbers = json.loads(files["plan.json"].read_text())
+    (option,) = numbers["options"]
+    assert option["row"] == "default"
+    assert option["across_bytes"] > 0
+    assert option["step_seconds"] > 0
+    assert numbers["hardware"]["link_gbit_s"] == 5.0
+    assert files["plan.html"].read_text().startswith("<!doctype html>")
+    events = json.loads(files["trace.json"].read_text())["traceEvents"]
+    assert any(event["name"].startswith("forward") for event in events)
+
+
+def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert main([*SMALL, "--link-gbit-s", "1", "--recommend", "--json", str(path)]) == 0
+    shown = capsys.readouterr().out
+    numbers = json.loads(path.read_text())
+    rows = {option["row"]: option["step_seconds"] for option in numbers["options"]}
+    assert set(rows) == {"fsdp2", "fsdp2-reshard", "hsdp", "qwz", "hpz", "qgz", "paper", "default"}
+    fastest = numbers["options"][0]
+    assert fastest["step_seconds"] == min(rows.values())
+    assert f"Use {fastest['title']}" in shown
+    assert "Gbit/s FSDP2 as it comes" in shown
+    assert main([*SMALL, "--sweep", "link=1/100,nodes=2/3"]) == 0
+    assert "tokens/s, 3 nodes" in capsys.readouterr().out
+
+
+def test_a_hardware_file_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.json"
+    find_hardware("a100-pcie-25gbe").save(path)
+    assert main([*SMALL, "--hardware", str(path), "--config", "fsdp2"]) == 0
+    assert "a100-pcie-25gbe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--hardware", "a100"], "hardware is 'a100'; expected one of v100-dgx2-100g"),
+        (["--config", "zero4"], "config is 'zero4'; expected one of fsdp2"),
+        (["--model", "7B"], "model is '7B'"),
+        (["--sweep", "speed=3"], "sweep is 'speed=3'"),
+        (["--nodes", "0"], "nodes is 0"),
+        (["--compute-share", "2"], "compute_share is 2.0"),
+        (["--json", "nowhere/plan.json"], "nowhere/plan.json cannot be written"),
+        (["--measure", "hardware.json"], "start it with torchrun"),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["plan", *arguments]) == 1
+    assert says in capsys.readouterr().err

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from zeropp.comm.ledger import render
+from zeropp.lab.rows import find_row
+from zeropp.plan.catalog import find_hardware
+from zeropp.plan.recommend import recommend
+from zeropp.plan.result import Plan
+from zeropp.plan.sweep import Axes, sweep
+from zeropp.report.plan import MAX_BARS, plan_tables, render_plan, timeline_figure
+
+from ..plan.samples import flat_trace, two_hop_trace
+
+A100 = find_hardware("a100-100g")
+ROWS = {find_row("fsdp2"): flat_trace(), find_row("default"): two_hop_trace()}
+
+
+def sample_plan() -> Plan:
+    found = recommend(ROWS, A100)
+    points = sweep(Axes.parse("link=100/400,nodes=2/4"), list(ROWS), A100, 2, lambda row, nodes: ROWS[row])
+    return Plan("a model", A100, found.options, found.sentences, tuple(points))
+
+
+def test_tables_have_times_memory_and_the_sweep() -> None:
+    text = "".join(render(table) for table in plan_tables(sample_plan()))
+    best, plain = sample_plan().options
+    assert f"{best.step_seconds * 1e3:,.1f}" in text
+    assert f"{plain.step_seconds * 1e3:,.1f}" in text
+    assert "across link" in text
+    assert "6.00" in text  # GiB, of all parts of the memory together
+    assert "400 Gbit/s" in text
+    assert "tokens/s, 4 nodes" in text
+
+
+def test_the_report_is_one_file_with_the_advice_and_the_pictures() -> None:
+    html = render_plan(sample_plan())
+    assert not re.findall(r"<script[^>]*\bsrc=|<link[^>]*\bhref=", html)
+    assert "Use zeropp&#x27;s default" in html
+    assert html.count('id="figure-') == 5  # links, nodes at two rates, two steps
+    assert "NVIDIA A100 80GB SXM data sheet" in html
+
+
+def test_the_picture_has_a_bar_for_every_operation() -> None:
+    timeline = sample_plan().options[0].timeline
+    figure = timeline_figure(timeline)
+    bars = sum(len(trace.x) for trace in figure.data)
+    shown = [op for op in timeline.ops if op.kind != "wait" and op.seconds > 0]
+    assert len(shown) < MAX_BARS
+    assert bars == sum(len(op.resources) for op in shown)
+
+
+def test_the_numbers_as_json(tmp_path: Path) -> None:
+    sample_plan().save(tmp_path / "plan.json")
+    numbers = json.loads((tmp_path / "plan.json").read_text())
+    assert [option["row"] for option in numbers["options"]] == ["default", "fsdp2"]
+    assert numbers["options"][1]["across_bytes"] == 12 * (1 << 26) // 8
+    assert numbers["hardware"]["link_gbit_s"] == 100.0
+    assert len(numbers["sweep"]) == 8

@@ -1,0 +1,248 @@
+"""`zeropp plan`: bytes, memory and time of a training step on a cluster that need not exist yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from ..lab.rows import DEFAULT, Row
+from ..plan.catalog import find_hardware
+from ..plan.chrome import write_chrome_trace
+from ..plan.dryrun import dry_run
+from ..plan.hardware import Hardware
+from ..plan.models import resolve
+from ..plan.recommend import CANDIDATES, PLAIN, candidates, rank, recommend
+from ..plan.result import Plan
+from ..plan.scenario import Precision, Scenario
+from ..plan.sweep import Axes, Point, sweep
+from ..plan.trace import Trace
+from ..report.plan import EXPLANATION, plan_tables, render_plan
+from .lab_bench import FILE_WIDTH, check_writable
+
+SWEPT = (PLAIN, "hsdp", "paper", DEFAULT)
+"""Ways to train that a sweep compares."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of the hardware, in the place of those it has by name."""
+
+    peak_tflops: float | None = None
+    """Of a rank, in the dtype of the matrix products."""
+    compute_share: float | None = None
+    """Of the peak, that matrix products reach: 0 to 1."""
+    memory_gib: float | None = None
+    """Of a rank."""
+    memory_gbyte_s: float | None = None
+    """Rate of a rank's memory."""
+    in_node_gbyte_s: float | None = None
+    """From one rank to others of its node."""
+    in_node_latency_us: float | None = None
+    link_gbit_s: float | None = None
+    """Of a node, to other nodes, in each direction."""
+    link_latency_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How long a training step takes, what it sends and what it needs, before there is a cluster.
+
+    Runs FSDP2 and zeropp for real, but on one process, without data and without ranks; then lays out the step
+    on the hardware.
+
+        zeropp plan --model 18B --nodes 24 --hardware v100-dgx2-100g --recommend
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m zeropp plan --measure mine.json
+        zeropp plan --model 18B --nodes 24 --hardware mine.json
+    """
+
+    model: str = "1.3B"
+    """A built-in size, hf:PATH of a Hugging Face config, or module:function that builds the model."""
+    nodes: int = 2
+    ranks_per_node: int | None = None
+    """As many as the hardware has, if not given."""
+    micro_batch: int = 1
+    """Sequences per rank and micro-batch."""
+    sequence: int = 1024
+    """Tokens of a sequence."""
+    micro_batches: int = 1
+    """Per optimizer step."""
+    compute: Precision = "bf16"
+    """What weights are gathered as, and computed in."""
+    reduce: Precision = "bf16"
+    """What gradients are reduced as, before any codec."""
+    checkpointing: bool = False
+    """Compute each layer again in backward, and keep its inputs only."""
+    hardware: str = "a100-100g"
+    """A name (a wrong one lists them all), or a .json or .toml file."""
+    numbers: Annotated[Numbers, tyro.conf.arg(name="")] = Numbers()
+    config: str = DEFAULT
+    """How to train: default, paper, fsdp2, fsdp2-accumulate, fsdp2-reshard, hsdp, qwz, hpz or qgz."""
+    recommend: bool = False
+    """Try all of those, and say which to use."""
+    sweep: str | None = None
+    """Throughput over links and nodes: link=10..800,nodes=2..48."""
+    measure: Path | None = None
+    """Measure this cluster, and write its hardware file. Start it with torchrun on all nodes. Matrix products
+    are those of a micro-batch."""
+    full: bool = False
+    """Rehearse all layers, where a few and multiplication would do."""
+    json: Path | None = None
+    """Where the numbers go."""
+    html: Path | None = None
+    """Where the report goes."""
+    trace: Path | None = None
+    """Where the timeline goes, for ui.perfetto.dev or chrome://tracing."""
+
+
+def main(arguments: list[str]) -> int:
+    options = tyro.cli(Options, args=arguments, prog="zeropp plan")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_WIDTH)
+    for path in (options.json, options.html, options.trace, options.measure):
+        if path is not None:
+            check_writable(path)
+    if options.measure is not None:
+        return _measure(options.measure, options, console)
+    plan = _plan(options, console)
+    for table in plan_tables(plan):
+        console.print(table)
+    console.print(EXPLANATION, style="dim")
+    for sentence in plan.sentences:
+        console.print(f"- {sentence}", markup=False)
+    _write(plan, options, console)
+    return 0
+
+
+def _plan(options: Options, console: Console) -> Plan:
+    hardware = find_hardware(options.hardware).changed(**asdict(options.numbers))
+    row = find_candidate(options.config)
+    axes = None if options.sweep is None else Axes.parse(options.sweep)
+    scenario = Scenario(
+        resolve(options.model),
+        options.nodes,
+        options.ranks_per_node or hardware.ranks_per_node,
+        micro_batch=options.micro_batch,
+        sequence=options.sequence,
+        micro_batches=options.micro_batches,
+        compute=options.compute,
+        reduce=options.reduce,
+        checkpointing=options.checkpointing,
+    )
+    with console.status("") as status:
+        rehearse = _rehearser(options.full, status.update)
+        rows = [row]
+        if options.recommend:
+            rows = candidates(scenario.nodes, scenario.ranks_per_node, scenario.micro_batches)
+        traces = {way: rehearse(scenario, way) for way in rows}
+
+        def larger_batch(way: Row, times: int) -> Trace:
+            return rehearse(replace(scenario, micro_batch=times * scenario.micro_batch), way)
+
+        ranked = tuple(rank(traces, hardware))
+        sentences: tuple[str, ...] = ()
+        if options.recommend:
+            sentences = recommend(traces, hardware, larger_batch).sentences
+        points: tuple[Point, ...] = ()
+        if axes is not None:
+            swept = [find_candidate(name) for name in SWEPT]
+            points = tuple(
+                sweep(
+                    axes,
+                    swept,
+                    hardware,
+                    scenario.nodes,
+                    lambda way, nodes: rehearse(replace(scenario, nodes=nodes), way),
+                )
+            )
+    parameters = next(iter(traces.values())).parameters
+    return Plan(
+        _subject(options, scenario, parameters),
+        hardware,
+        ranked,
+        sentences,
+        points,
+    )
+
+
+def _rehearser(full: bool, show: Callable[[str], object]) -> Callable[[Scenario, Row], Trace]:
+    """Dry runs, each once, with a word on what is running."""
+
+    @cache
+    def rehearse(scenario: Scenario, row: Row) -> Trace:
+        show(f"dry run: {row.title}, {scenario.nodes} x {scenario.ranks_per_node} ranks")
+        return dry_run(scenario, row, full=full)
+
+    return rehearse
+
+
+def _subject(options: Options, scenario: Scenario, parameters: int) -> str:
+    return (
+        f"{options.model} ({parameters / 1e9:,.3g}B parameters), {scenario.nodes} nodes x "
+        f"{scenario.ranks_per_node} ranks, {scenario.micro_batches} x {scenario.micro_batch} x "
+        f"{scenario.sequence} tokens per rank and step, {scenario.compute}"
+    )
+
+
+def find_candidate(name: str) -> Row:
+    """A way to train, by name."""
+    known = {row.name: row for row in CANDIDATES}
+    if name not in known:
+        raise ValueError(f"config is {name!r}; expected one of {', '.join(known)}")
+    return known[name]
+
+
+def _write(plan: Plan, options: Options, console: Console) -> None:
+    if options.json is not None:
+        plan.save(options.json)
+        console.print(f"numbers: {options.json}")
+    if options.html is not None:
+        options.html.write_text(render_plan(plan))
+        console.print(f"report: {options.html}")
+    if options.trace is not None:
+        write_chrome_trace(plan.options[0].timeline, options.trace)
+        console.print(f"timeline of {plan.options[0].row.title}: {options.trace}; open it at ui.perfetto.dev")
+
+
+def _measure(path: Path, options: Options, console: Console) -> int:
+    """On every rank; the first one writes and speaks."""
+    import torch
+    import torch.distributed as dist
+
+    from ..plan.measure import Size, measure
+
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "--measure runs on the ranks of a cluster; start it with torchrun on all nodes: "
+            "torchrun --nnodes N --nproc-per-node n ... -m zeropp plan --measure hardware.json"
+        )
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    first = dist.get_rank() == 0
+    size = Size(options.micro_batch * options.sequence, 4096 if on_gpu else 512)
+    try:
+        with console.status("") as status:
+            found = measure(size, lambda what: status.update(what) if first else None)
+    finally:
+        dist.destroy_process_group()
+    if first:
+        found.hardware.save(path)
+        _show_hardware(found.hardware, console)
+        console.print(f"measured in {found.seconds:.0f} s: {path}")
+    return 0
+
+
+def _show_hardware(hardware: Hardware, console: Console) -> None:
+    for name, value in asdict(hardware).items():
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                console.print(f"  {name} {key}: " + ", ".join(f"{k} {v:,.4g}" for k, v in entry.items()))
+        else:
+            console.print(f"  {name}: {value:,.4g}" if isinstance(value, float) else f"  {name}: {value}")

@@ -1,0 +1,351 @@
+"""`zeropp plan --measure`: the numbers of this cluster, measured by its own ranks in under a minute.
+
+Run it with torchrun on all nodes. Everything is measured while all ranks do the same, as they do in training,
+so what they share (cores, memory, links) is shared here, too:
+
+    products    matrix products of forward and backward, of a layer of the given size
+    memory      one pass over tensors that fit no cache, with a fresh result
+    codecs      encode and decode of each codec, at the size of a chunk
+    hops        each of zeropp's hops, and FSDP2's own collectives, on each kind of link at several sizes;
+                latency + bytes * rate is fitted
+    host        CPU time that the cores spend on moving a byte, times how many ranks share a core
+
+The last is found by computing alone and together: a rank that computes twice as fast alone shares its core.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..comm import Ledger, Scratch, Wire
+from ..config import CodecName
+from ..quant import make_codec
+from ..topology import Hop, Topology
+from .hardware import CodecSpeed, Cost, Hardware
+from .trace import Collective, Level
+
+CODECS: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
+BLOCK_SIZE = 128
+CALL_SECONDS = 0.1
+"""Sizes are left out when a call of the size before took longer than this."""
+TOO_FAST_NS = 1e-3
+"""Per byte; a link that looks faster was too fast to be measured at these sizes."""
+OURS: tuple[Collective, ...] = ("all_gather", "all_to_all")
+"""Hops of zeropp, on every kind of link."""
+PLAIN: dict[Level, tuple[Collective, ...]] = {
+    "in-node": ("all_gather", "reduce_scatter"),
+    "across": ("all_reduce",),
+    "flat": ("all_gather", "reduce_scatter"),
+}
+"""Collectives that FSDP2 calls itself: sharded over all ranks, or inside the node (HSDP)."""
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large and how often."""
+
+    tokens: int
+    """Of a micro-batch: rows of the matrix products."""
+    width: int
+    """Of a layer: their columns."""
+    wire_bytes: tuple[int, ...] = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+    """Sent by a rank in one call of a collective."""
+    repeats: int = 5
+
+
+@dataclass
+class Measurement:
+    """What was found on all ranks together; the same on every rank."""
+
+    hardware: Hardware
+    one_rank_gbit_s: float | None
+    """Across nodes, while the other ranks of the node are silent; None on one node."""
+    seconds: float = 0.0
+    points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Wire bytes and seconds of each collective and level."""
+
+
+def measure(size: Size, on_progress: OnProgress = lambda _: None) -> Measurement:
+    """Measure this cluster. Collective: call it on every rank, in an initialized process group."""
+    started = time.monotonic()
+    device = _device()
+    meter = _Meter(device, size.repeats)
+    on_progress("matrix products")
+    products = lambda: _train_layer(size, device)  # noqa: E731
+    flops = 3 * 2 * size.tokens * size.width * 4 * size.width
+    together = flops / meter.seconds(products, calls=8)
+    alone = flops / meter.seconds_alone(products, calls=8)
+    on_progress("memory")
+    memory_rate = 3 * _PASS_BYTES / meter.seconds(_memory_pass(device), calls=4)
+    on_progress("codecs")
+    codecs: dict[str, CodecSpeed] = {name: _codec_speed(meter, name) for name in CODECS}
+    topology = Topology.of(_world(), "auto")
+    points: dict[str, list[tuple[int, float]]] = {}
+    cpu_seconds = wire_bytes = 0.0
+    for name, prepare in _calls(topology, device):
+        on_progress(name)
+        points[name], cpu = _sizes(meter, prepare, size.wire_bytes)
+        cpu_seconds += cpu
+        wire_bytes += sum((1 + size.repeats) * sent for sent, _ in points[name])
+    costs = {name: _fit(found) for name, found in points.items()}
+    sharing = max(1.0, alone / together)
+    hardware = _as_hardware(topology, device, together, memory_rate, codecs, costs)
+    if device.type == "cpu":
+        host = meter.mean(cpu_seconds / wire_bytes * 1e9) * sharing
+        hardware = hardware.changed(host_ns_per_byte=host)
+    one_rank = _one_column_gbit_s(meter, topology, size.wire_bytes[-1])
+    return Measurement(hardware, one_rank, time.monotonic() - started, points)
+
+
+_PASS_BYTES = 1 << 24
+
+
+class _Meter:
+    """Times things on all ranks at once; the slowest rank decides, as in training."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+
+    def seconds(self, run: Callable[[], object], calls: int = 1) -> float:
+        """Of one call: the median of several rounds of `calls`."""
+        run()
+        rounds = []
+        for _ in range(self.repeats):
+            dist.barrier()
+            rounds.append(self._timed(run, calls))
+        return self.largest(statistics.median(rounds))
+
+    def seconds_alone(self, run: Callable[[], object], calls: int) -> float:
+        """On rank 0, while the others wait."""
+        dist.barrier()
+        return self.largest(self.fastest(run, calls) if dist.get_rank() == 0 else 0.0)
+
+    def fastest(self, run: Callable[[], object], calls: int = 1) -> float:
+        """On this rank."""
+        return min(self._timed(run, calls) for _ in range(self.repeats))
+
+    def _timed(self, run: Callable[[], object], calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    def largest(self, value: float) -> float:
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def mean(self, value: float) -> float:
+        return self._reduce(value, dist.ReduceOp.SUM) / dist.get_world_size()
+
+    def _reduce(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, op)
+        return total.item()
+
+
+def _train_layer(size: Size, device: torch.device) -> None:
+    """Forward and backward of one linear layer, width to 4 width."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    x, weight, gradient = _layer(size, dtype, device)
+    torch.mm(x, weight)
+    torch.mm(gradient, weight.t())
+    torch.mm(x.t(), gradient)
+
+
+_layers: dict[Size, tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def _layer(size: Size, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    if size not in _layers:
+        shapes = ((size.tokens, size.width), (size.width, 4 * size.width), (size.tokens, 4 * size.width))
+        x, weight, gradient = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
+        _layers[size] = (x, weight, gradient)
+    return _layers[size]
+
+
+def _memory_pass(device: torch.device) -> Callable[[], Tensor]:
+    a, b = (torch.ones(_PASS_BYTES // 4, device=device) for _ in range(2))
+    return lambda: torch.add(a, b)
+
+
+def _codec_speed(meter: _Meter, name: CodecName) -> CodecSpeed:
+    """At 4 rows of 2^18 elements of a gradient, and the sum of 4 senders."""
+    rows, numel = 4, 1 << 18
+    dtype = torch.float32 if meter.device.type == "cpu" else torch.bfloat16
+    codec = make_codec(name, dtype, BLOCK_SIZE)
+    source = torch.randn(rows, numel, device=meter.device).to(dtype)
+    encoded = torch.empty(rows, codec.row_bytes(numel), dtype=torch.uint8, device=meter.device)
+    out = torch.empty_like(source)
+    encode = meter.seconds(lambda: codec.encode(source, encoded), calls=8)
+    decode = meter.seconds(lambda: codec.decode(encoded, out), calls=8)
+    return CodecSpeed(rows * numel / encode / 1e6, rows * numel / decode / 1e6)
+
+
+Prepare = Callable[[int], tuple[Callable[[], object], int]]
+"""Given the wanted wire bytes: one call that sends about as many, and how many, as the ledger counts."""
+
+
+def _calls(topology: Topology, device: torch.device) -> Iterator[tuple[str, Prepare]]:
+    """Everything to time, by name."""
+    for hop in _hops(topology):
+        for collective in OURS:
+            yield f"{collective} {hop.name}", partial(_prepare_ours, topology, device, hop, collective)
+        for collective in PLAIN[hop.name]:
+            name = f"{collective} {hop.name}" + (" plain" if collective in OURS else "")
+            yield name, partial(_prepare_plain, device, hop.group or _world(), collective)
+
+
+def _hops(topology: Topology) -> list[Hop]:
+    """Each kind of link that this cluster has, and the group whose collectives use it."""
+    hops = [hop for hop in topology.hops() if hop.size > 1]
+    return [*hops, topology.flat_hop()] if len(hops) == 2 else hops
+
+
+def _sizes(
+    meter: _Meter, prepare: Prepare, wire_bytes: Sequence[int]
+) -> tuple[list[tuple[int, float]], float]:
+    """Wire bytes and seconds at growing sizes, and the CPU time that it all took on this rank."""
+    found: list[tuple[int, float]] = []
+    cpu_before = time.process_time()
+    for wanted in wire_bytes:
+        run, sent = prepare(wanted)
+        seconds = meter.seconds(run)
+        found.append((sent, seconds))
+        if seconds > CALL_SECONDS:
+            break
+    return found, time.process_time() - cpu_before
+
+
+def _prepare_ours(
+    topology: Topology, device: torch.device, hop: Hop, collective: Collective, wanted: int
+) -> tuple[Callable[[], object], int]:
+    wire = Wire("measure", topology, Ledger(), Scratch())
+    nbytes = wanted // (hop.size - 1)  # of one piece
+    pieces, out = (torch.zeros(hop.size, nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def run() -> None:
+        on_the_way = (
+            wire.all_gather(hop, _world(), pieces)
+            if collective == "all_gather"
+            else wire.all_to_all(hop, _world(), pieces, out)
+        )
+        for _ in on_the_way:
+            pass
+
+    return run, (hop.size - 1) * nbytes
+
+
+def _prepare_plain(
+    device: torch.device, group: ProcessGroup, collective: Collective, wanted: int
+) -> tuple[Callable[[], object], int]:
+    ranks = group.size()
+    rounds = 2 if collective == "all_reduce" else 1
+    numel = wanted // (ranks - 1) // rounds // 4  # of one piece
+    piece, pieces = torch.ones(numel, device=device), torch.ones(ranks * numel, device=device)
+    calls: dict[Collective, Callable[[], object]] = {
+        "all_gather": lambda: dist.all_gather_single(pieces, piece, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(piece, pieces, group=group),
+        "all_reduce": lambda: dist.all_reduce(pieces, op=dist.ReduceOp.MAX, group=group),
+    }
+    return calls[collective], rounds * (ranks - 1) * numel * 4
+
+
+def _fit(points: list[tuple[int, float]]) -> Cost:
+    """Least squares of seconds = latency + bytes * rate, each point relative to itself.
+
+    >>> _fit([(1000, 3e-6), (2000, 4e-6), (10_000, 12e-6)])
+    Cost(latency_us=2.0, ns_per_byte=1.0)
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_bytes = sum(w * sent for w, (sent, _) in zip(weights, points, strict=True)) / total
+    mean_seconds = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (sent - mean_bytes) ** 2 for w, (sent, _) in zip(weights, points, strict=True))
+    if spread == 0:
+        return Cost(0.0, round(mean_seconds / mean_bytes * 1e9, 6))
+    rate = (
+        sum(
+            w * (sent - mean_bytes) * (seconds - mean_seconds)
+            for w, (sent, seconds) in zip(weights, points, strict=True)
+        )
+        / spread
+    )
+    rate = max(rate, 0.0)
+    latency = max(mean_seconds - rate * mean_bytes, 0.0)
+    return Cost(round(latency * 1e6, 3), round(rate * 1e9, 6))
+
+
+def _one_column_gbit_s(meter: _Meter, topology: Topology, wire_bytes: int) -> float | None:
+    """Rate across nodes while only the first rank of each node sends: is one rank enough to fill the link?"""
+    across = [hop for hop in _hops(topology) if hop.name == "across"]
+    if not across:
+        return None
+    run, sent = _prepare_ours(topology, meter.device, across[0], "all_gather", wire_bytes)
+    dist.barrier()
+    sends = topology.rank in topology.columns[0]
+    return sent * 8 / meter.largest(meter.fastest(run) if sends else 0.0) / 1e9
+
+
+def _as_hardware(
+    topology: Topology,
+    device: torch.device,
+    flops_per_s: float,
+    memory_bytes_per_s: float,
+    codecs: dict[str, CodecSpeed],
+    costs: dict[str, Cost],
+) -> Hardware:
+    ranks_per_node = len(topology.nodes[0])
+    in_node = costs.get("all_gather in-node", Cost(1.0, 1.0))
+    across = costs.get("all_gather across", in_node)
+    backend = dist.get_backend()
+    return Hardware(
+        name="measured",
+        source=f"zeropp plan --measure: {topology.describe()}, {backend}, torch {torch.__version__}, "
+        f"{platform.machine()}, {os.cpu_count()} cores",
+        ranks_per_node=ranks_per_node,
+        peak_tflops=flops_per_s / 1e12,
+        compute_share=1.0,
+        memory_gib=_memory_bytes(device) / 2**30,
+        memory_gbyte_s=memory_bytes_per_s / 1e9,
+        in_node_gbyte_s=1 / max(in_node.ns_per_byte, TOO_FAST_NS),
+        in_node_latency_us=in_node.latency_us / max(1, ranks_per_node - 1),
+        link_gbit_s=8 * ranks_per_node / max(across.ns_per_byte, TOO_FAST_NS),
+        link_latency_us=across.latency_us / max(1, len(topology.nodes) - 1),
+        overlap=device.type != "cpu",
+        codecs=codecs,
+        measured=costs,
+    )
+
+
+def _memory_bytes(device: torch.device) -> float:
+    """Of one rank: the device's, or its part of what the machine has free."""
+    if device.type == "cpu":
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return float(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _device() -> torch.device:
+    if dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world

@@ -1,0 +1,57 @@
+"""A plan: what was asked, what each way to train would cost, and the advice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .hardware import Hardware
+from .recommend import Option
+from .sweep import Point
+
+
+@dataclass(frozen=True)
+class Plan:
+    subject: str
+    """One line: the model, the ranks, the batch."""
+    hardware: Hardware
+    options: tuple[Option, ...]
+    """Ways to train, the best first."""
+    sentences: tuple[str, ...] = ()
+    """The advice, if it was asked for."""
+    points: tuple[Point, ...] = ()
+    """Of a sweep, if it was asked for."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "subject": self.subject,
+            "hardware": asdict(self.hardware),
+            "options": [_option(option) for option in self.options],
+            "sentences": list(self.sentences),
+            "sweep": [asdict(point) for point in self.points],
+        }
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+
+def _option(option: Option) -> dict[str, Any]:
+    timeline, trace = option.timeline, option.timeline.trace
+    return {
+        "row": option.row.name,
+        "title": option.row.title,
+        "step_seconds": timeline.step_seconds,
+        "phase_seconds": timeline.phase_seconds(),
+        "busy_seconds": timeline.busy_seconds,
+        "critical_seconds": timeline.critical_seconds,
+        "bottleneck": timeline.bottleneck,
+        "tokens_per_second": timeline.tokens_per_second,
+        "tflops_per_rank": timeline.tflops,
+        "parameters": trace.parameters,
+        "wire_bytes": sum(hop.wire_bytes for hop in trace.hops()),
+        "across_bytes": sum(hop.across_bytes for hop in trace.hops()),
+        "memory_bytes": {**asdict(trace.memory), "peak": trace.memory.peak},
+        "fits": option.fits,
+    }
