@@ -28,6 +28,7 @@ def test_presets() -> None:
     assert (paper.weights, paper.gradients_in_node, paper.gradients_across) == ("int8", "int4", "int4")
     assert (wire16.weights, wire16.route, wire16.secondary) == ("bf16", "flat", False)
     assert (off.weights, off.gradients_across, off.route, off.secondary) == ("none", "none", "flat", False)
+    assert Config.four_bit().weights == "delta-int4"
     assert Config.wire16(route="two-hop", node_size=2).gradients_across == "bf16"
 
 
@@ -50,6 +51,17 @@ def test_it_is_frozen_and_documented() -> None:
         ({"secondary": 1}, "Config.secondary is 1; expected True or False"),
         ({"route": "flat"}, "use route='two-hop', or secondary=False"),
         ({"route": "flat", "secondary": False}, "a flat route has one hop: give both one codec"),
+        ({"rotate": 1}, "Config.rotate is 1; expected True or False"),
+        ({"rotate": True, "block_size": 32}, "Config.block_size is 32 with rotate=True; expected 64 or more"),
+        ({**PLAIN, "rotate": True}, "both are about integers: use 'int8' or 'int4'"),
+        ({**PLAIN, "rounding": "stochastic"}, "both are about integers: use 'int8' or 'int4'"),
+        ({"rounding": "up"}, "Config.rounding is 'up'; expected one of 'nearest', 'stochastic'"),
+        ({"error_feedback": True, "gradients_across": "bf16"}, "Config.error_feedback is True with"),
+        ({"weights": "delta-int4", "secondary": False}, "differences are taken from the node shard"),
+        ({"delta_in_node": "bf16"}, "both are about differences: use weights='delta-int4'"),
+        ({"refresh_every": 10}, "both are about differences: use weights='delta-int4'"),
+        ({"weights": "delta-int4", "refresh_every": -1}, "Config.refresh_every is -1; expected a number of"),
+        ({"seed": -1}, "Config.seed is -1; expected an integer from 0 to 2^64 - 1"),
         ({"node_size": 0}, "Config.node_size is 0; expected a positive number of ranks"),
         ({"node_size": "all"}, "Config.node_size is 'all'"),
         ({"node_size": True}, "Config.node_size is True"),

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeropp
+from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import Block, Net, Trainer, batches, local, loss_of, make_net
 
@@ -141,9 +142,10 @@ MODES: list[Callable[[], Net]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["default", "four_bit", "feedback"])
 @pytest.mark.parametrize("make", MODES)
-def test_trains_like_plain_fsdp2(ranks: Ranks, make: Callable[[], Net]) -> None:
-    for result in ranks.run(_compare, make, ON_2X2):
+def test_trains_like_plain_fsdp2(ranks: Ranks, make: Callable[[], Net], name: str) -> None:
+    for result in ranks.run(_compare, make, CONFIGS[name]):
         assert result["ours"] == pytest.approx(result["plain"], rel=0.01)
         assert result["ours"] != result["plain"]  # it was not plain FSDP2 that trained
         assert {hop for _, hop in result["hops"]} >= {"across", "in-node"}

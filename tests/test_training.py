@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 import zeropp
+from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import OPTIMIZERS, Trainer
 
@@ -56,12 +58,13 @@ def test_secondary_on_and_off_are_equal_bit_for_bit(ranks: Ranks, optimizer: str
     assert len(set(on[0]["losses"])) > 4  # the run did move
 
 
+@pytest.mark.parametrize("name", ["default", "four_bit", "stochastic"])
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3), (1, 3), (3, 1), (6, 1)])
-def test_every_layout_trains_like_plain(ranks: Ranks, shape: tuple[int, int]) -> None:
+def test_every_layout_trains_like_plain(ranks: Ranks, shape: tuple[int, int], name: str) -> None:
     nodes, per_node = shape
     plain, ours = (
         ranks.run(_train, config, 6, "adamw-foreach", 2, True, False, world=nodes * per_node)[0]["losses"]
-        for config in (None, zeropp.Config(node_size=per_node))
+        for config in (None, replace(CONFIGS[name], node_size=per_node))
     )
     assert ours == pytest.approx(plain, rel=0.02)
     assert ours != plain
@@ -119,7 +122,12 @@ def _gathered_weights(config: zeropp.Config) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    "config", [ON_2X2, zeropp.Config.paper(node_size=2, weights="int4"), zeropp.Config.wire16(node_size=2)]
+    "config",
+    [
+        *CONFIGS.values(),
+        zeropp.Config.paper(node_size=2, weights="int4"),
+        zeropp.Config.wire16(node_size=2),
+    ],
 )
 def test_all_ranks_hold_the_same_weights(ranks: Ranks, config: zeropp.Config) -> None:
     first, *others = ranks.run(_gathered_weights, config)

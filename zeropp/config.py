@@ -12,40 +12,72 @@ from typing import Any, Literal, get_args
 logger = logging.getLogger("zeropp")
 
 CodecName = Literal["none", "bf16", "int8", "int4"]
+WeightsName = Literal["none", "bf16", "int8", "int4", "delta-int4"]
+InNodeName = Literal["bf16", "int8"]
+Rounding = Literal["nearest", "stochastic"]
 Route = Literal["two-hop", "flat"]
 
-CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
-ROUTES: tuple[str, ...] = get_args(Route)
+CHOICES: dict[str, tuple[str, ...]] = {
+    "weights": get_args(WeightsName),
+    "delta_in_node": get_args(InNodeName),
+    "gradients_in_node": get_args(CodecName),
+    "gradients_across": get_args(CodecName),
+    "rounding": get_args(Rounding),
+    "route": get_args(Route),
+}
+INTEGERS = ("int8", "int4")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
+MIN_ROTATED_BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
 class Config:
     """How zeropp replaces FSDP2's communication. The default is what we recommend.
 
-    >>> Config()
-    Config(weights='int8', secondary=True, gradients_in_node='int8', gradients_across='int4', \
-route='two-hop', block_size=128, node_size='auto')
     >>> Config(weights="int3")
     Traceback (most recent call last):
     ...
-    ValueError: Config.weights is 'int3'; expected one of 'none', 'bf16', 'int8', 'int4'
+    ValueError: Config.weights is 'int3'; expected one of 'none', 'bf16', 'int8', 'int4', 'delta-int4'
     """
 
-    weights: CodecName = "int8"
+    weights: WeightsName = "int8"
     """Codec of the weights on the wire (qwZ). "none" sends them as they are, "bf16" as 16-bit floats,
     "int8" and "int4" as block-quantized integers. Direct "int4" weights are known to ruin training; they
-    are here to be measured."""
+    are here to be measured. "delta-int4" sends across nodes what changed since the last time, as int4, and
+    needs the node shard, which is then in 16 bits: see comm/differences.py."""
 
     secondary: bool = True
     """Keep the node shard (hpZ): while the weights are unchanged, a gather stays inside the node. Costs
     one encoded model / ranks per node in memory on every rank. Needs route="two-hop"."""
+
+    delta_in_node: InNodeName = "int8"
+    """With weights="delta-int4": codec of the weights on the hop inside the node."""
+
+    refresh_every: int = 0
+    """With weights="delta-int4": send the weights themselves, in 16 bits, after every so many differences. 0:
+    only in the beginning, after `load_state_dict` and after `invalidate()`."""
 
     gradients_in_node: CodecName = "int8"
     """Codec of the gradients on the hop inside the node (qgZ, first hop)."""
 
     gradients_across: CodecName = "int4"
     """Codec of the gradients on the hop between nodes (qgZ, second hop). "none" sends the fp32 sums."""
+
+    rotate: bool = False
+    """Rotate gradients (a Hadamard transform of every 64 elements) before they are quantized, and turn them
+    back after the last sum. It spreads outliers; see quant/rotation.py. Needs an integer codec of gradients,
+    and block_size >= 64."""
+
+    rounding: Rounding = "nearest"
+    """How gradients become integers. "stochastic" is exact in the mean, and has about 1.7 times the error."""
+
+    error_feedback: bool = False
+    """Add what the hop between nodes rounded off to the gradients of the next step. Costs 1 byte per
+    parameter / ranks per node in memory on every rank; saved by `ZeroPP.state_dict`. See comm/feedback.py.
+    Needs an integer codec of gradients_across, and route="two-hop"."""
+
+    seed: int = 0
+    """Of stochastic rounding. Noise also depends on rank, unit, hop and step."""
 
     route: Route = "two-hop"
     """"two-hop": one hop between ranks of equal position on all nodes, one inside the node. "flat": one hop
@@ -61,21 +93,11 @@ route='two-hop', block_size=128, node_size='auto')
     LOCAL_WORLD_SIZE (torchrun sets it), or else groups ranks by host name."""
 
     def __post_init__(self) -> None:
-        for name in ("weights", "gradients_in_node", "gradients_across"):
-            _check_choice(name, getattr(self, name), CODEC_NAMES)
-        _check_choice("route", self.route, ROUTES)
-        if not isinstance(self.secondary, bool):
-            raise ValueError(f"Config.secondary is {self.secondary!r}; expected True or False")
-        if self.secondary and self.route == "flat":
-            raise ValueError(
-                "Config.secondary is True with route='flat'; the node shard is what the first of two hops "
-                "leaves behind: use route='two-hop', or secondary=False"
-            )
-        if self.route == "flat" and self.gradients_in_node != self.gradients_across:
-            raise ValueError(
-                f"Config.gradients_in_node is {self.gradients_in_node!r} and gradients_across is "
-                f"{self.gradients_across!r} with route='flat'; a flat route has one hop: give both one codec"
-            )
+        for name, choices in CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
+        for name in ("secondary", "rotate", "error_feedback"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Config.{name} is {getattr(self, name)!r}; expected True or False")
         if not _is_int(self.block_size) or not (
             MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE and self.block_size.bit_count() == 1
         ):
@@ -87,11 +109,66 @@ route='two-hop', block_size=128, node_size='auto')
             raise ValueError(
                 f"Config.node_size is {self.node_size!r}; expected a positive number of ranks, or 'auto'"
             )
+        if not _is_int(self.refresh_every) or self.refresh_every < 0:
+            raise ValueError(
+                f"Config.refresh_every is {self.refresh_every!r}; expected a number of differences, or 0 for "
+                "never"
+            )
+        if not _is_int(self.seed) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"Config.seed is {self.seed!r}; expected an integer from 0 to 2^64 - 1")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """What each option needs of the others. An option that would have no effect is an error."""
+        if self.secondary and self.route == "flat":
+            raise ValueError(
+                "Config.secondary is True with route='flat'; the node shard is what the first of two hops "
+                "leaves behind: use route='two-hop', or secondary=False"
+            )
+        if self.route == "flat" and self.gradients_in_node != self.gradients_across:
+            raise ValueError(
+                f"Config.gradients_in_node is {self.gradients_in_node!r} and gradients_across is "
+                f"{self.gradients_across!r} with route='flat'; a flat route has one hop: give both one codec"
+            )
+        if self.weights == "delta-int4" and not self.secondary:
+            raise ValueError(
+                "Config.weights is 'delta-int4' with secondary=False; differences are taken from the node "
+                "shard: use secondary=True, or weights='int8'"
+            )
+        if self.weights != "delta-int4" and (self.delta_in_node != "int8" or self.refresh_every):
+            raise ValueError(
+                f"Config.delta_in_node is {self.delta_in_node!r} and refresh_every is {self.refresh_every} "
+                f"with weights={self.weights!r}; both are about differences: use weights='delta-int4'"
+            )
+        codecs = (self.gradients_in_node, self.gradients_across)
+        integers = any(codec in INTEGERS for codec in codecs)
+        if (self.rotate or self.rounding == "stochastic") and not integers:
+            raise ValueError(
+                f"Config.rotate is {self.rotate} and rounding is {self.rounding!r} with gradients sent as "
+                f"{codecs[0]!r} and {codecs[1]!r}; both are about integers: use 'int8' or 'int4'"
+            )
+        if self.rotate and self.block_size < MIN_ROTATED_BLOCK_SIZE:
+            raise ValueError(
+                f"Config.block_size is {self.block_size} with rotate=True; expected "
+                f"{MIN_ROTATED_BLOCK_SIZE} or more, the elements that are rotated together"
+            )
+        if self.error_feedback and (self.gradients_across not in INTEGERS or self.route == "flat"):
+            raise ValueError(
+                f"Config.error_feedback is True with gradients_across={self.gradients_across!r} and "
+                f"route={self.route!r}; it is about what the integers of the hop between nodes round off: "
+                "use 'int8' or 'int4', and route='two-hop'"
+            )
 
     @classmethod
     def paper(cls, **changes: Any) -> Config:
         """ZeRO++ as published: int8 weights, node shard, int4 gradients on both hops."""
         return replace(cls(gradients_in_node="int4", gradients_across="int4"), **changes)
+
+    @classmethod
+    def four_bit(cls, **changes: Any) -> Config:
+        """Four bits between nodes for weights, too, as differences; gradients rotated, with feedback."""
+        four_bit = cls(weights="delta-int4", rotate=True, error_feedback=True)
+        return replace(four_bit, **changes)
 
     @classmethod
     def off(cls, **changes: Any) -> Config:

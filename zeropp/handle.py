@@ -63,7 +63,7 @@ class Treatment:
         weights, gradients = self.comms
         return row | {
             "nodes": self.topology.describe(),
-            "weights": " -> ".join(f"{weights.codec_name} {hop.name}" for hop in weights.hops),
+            "weights": " -> ".join(f"{weights.codec_name(hop)} {hop.name}" for hop in weights.hops),
             "kept bytes": f"{weights.node_shard.nbytes:,}" if weights.node_shard else "-",
             "gradients": " -> ".join(
                 f"{gradients.codec_names[hop.name]} {hop.name}" for hop in gradients.hops
@@ -104,13 +104,12 @@ class ZeroPP:
 
     @property
     def communication_bytes(self) -> int:
-        """Memory that zeropp keeps on this rank: node shards, pending gradients and scratch buffers."""
-        pending = [reduce_scatter.pending for _, _, reduce_scatter in self._installed()]
-        return (
-            self._scratch.nbytes
-            + self.node_shard_bytes
-            + sum(gradients.nbytes for gradients in pending if gradients is not None)
-        )
+        """Memory that zeropp keeps on this rank: node shards, pending gradients, kept errors and scratch."""
+        kept = self._scratch.nbytes + self.node_shard_bytes
+        for _, _, reduce_scatter in self._installed():
+            stores = (reduce_scatter.pending, reduce_scatter.feedback)
+            kept += sum(store.nbytes for store in stores if store is not None)
+        return kept
 
     @property
     def node_shard_bytes(self) -> int:
@@ -125,6 +124,63 @@ class ZeroPP:
         """
         for _, all_gather, _ in self._installed():
             all_gather.invalidate()
+
+    def set_config(self, config: Config, *, overrides: Mapping[str, Config] | None = None) -> None:
+        """Go on with another Config, between two steps; call it on every rank.
+
+            zpp = zeropp.apply(model, zeropp.Config(gradients_in_node="bf16", gradients_across="bf16"))
+            for step in range(steps):
+                if step == 100:
+                    zpp.set_config(zeropp.Config())
+
+        The ledger goes on counting. Node shards, references of differences and kept errors stay if they mean
+        the same under the new Config; else the weights are sent anew, and kept errors start at zero.
+        """
+        overrides = dict(overrides or {})
+        _check_configs(config, overrides)
+        self._raise_if_pending()
+        # Everything that can fail comes before the first change.
+        chosen = _choose_configs([treatment.unit for treatment in self.treatments], config, overrides)
+        treatments = [_treat(unit, own, self.ledger, self._scratch) for unit, own in chosen.items()]
+        for old, new in zip(self.treatments, treatments, strict=True):
+            if old.comms is not None and new.comms is not None:
+                new.comms[0].take_over(old.comms[0])
+                new.comms[1].take_over(old.comms[1])
+                new.comms[1].sync_across = old.comms[1].sync_across
+        self._remove_hooks()
+        self.config, self.overrides, self.treatments = config, overrides, treatments
+        self._install()
+        if self._accumulates:
+            self._prepare_to_accumulate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must save for a run that goes on bit for bit: references of weight differences, kept
+        errors, and the count of reductions that stochastic rounding depends on. Only tensors and numbers.
+
+        Every rank saves its own, beside the model and the optimizer; `torch.load` with `weights_only=True`
+        reads it.
+        """
+        units = {
+            treatment.unit.name: {"weights": gather.state_dict(), "gradients": reduce.state_dict()}
+            for treatment, gather, reduce in self._installed()
+        }
+        return {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "units": units}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` of this rank returned. Call it after loading the model: loading
+        weights forgets all that is kept. A run on other ranks goes on without it: the weights are sent anew,
+        and kept errors start at zero."""
+        installed = {t.unit.name: comms for t, *comms in self._installed()}
+        mine = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        theirs = {name: state.get(name) for name in mine}
+        if theirs != mine or state["units"].keys() != installed.keys():
+            raise ValueError(
+                f"the state of zeropp is of {theirs} and units {sorted(state.get('units', ()))}; expected "
+                f"{mine} and {sorted(installed)}: load the file that this rank has saved, or go on without it"
+            )
+        for name, comms in installed.items():
+            for comm, kind in zip(comms, ("weights", "gradients"), strict=True):
+                comm.load_state_dict(state["units"][name][kind])
 
     def set_requires_cross_node_sync(self, requires_sync: bool) -> None:
         """Turn cross-node gradient traffic off for all but the last micro-batch of a step.
@@ -155,17 +211,21 @@ class ZeroPP:
 
     def remove(self) -> None:
         """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
-        pending = [
-            t.unit.name for t, _, reduce_scatter in self._installed() if reduce_scatter.pending is not None
-        ]
+        self._raise_if_pending()
+        for treatment, _, _ in self._installed():
+            treatment.unit.restore()
+            treatment.comms = None
+        self._remove_hooks()
+
+    def _raise_if_pending(self) -> None:
+        pending = [t.unit.name for t, _, reduce in self._installed() if reduce.pending is not None]
         if pending:
             raise RuntimeError(
                 f"gradients of {', '.join(pending)} are still pending without cross-node sync; run the last "
                 "micro-batch with set_requires_cross_node_sync(True), or call drop_pending_gradients()"
             )
-        for treatment, _, _ in self._installed():
-            treatment.unit.restore()
-            treatment.comms = None
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -175,6 +235,9 @@ class ZeroPP:
             all_gather.owner = self
             treatment.unit.install(all_gather, reduce_scatter)
             self._handles += treatment.unit.on_load(all_gather.invalidate)
+            if reduce_scatter.feedback is not None:
+                self._handles += treatment.unit.on_load(reduce_scatter.feedback.reset)
+                treatment.unit.send_unused_gradients()  # kept errors need one layout in every step
         step_hooks = [
             register_optimizer_step_pre_hook(_on_step(weakref.ref(self), ZeroPP._before_step)),
             register_optimizer_step_post_hook(_on_step(weakref.ref(self), ZeroPP._after_step)),
@@ -215,7 +278,7 @@ class ZeroPP:
     def _after_step(self, optimizer_params: set[int]) -> None:
         for treatment, all_gather, _ in self._installed():
             if treatment.unit.is_changed_by(optimizer_params):
-                all_gather.invalidate()
+                all_gather.after_step()
 
 
 def apply(
@@ -233,12 +296,7 @@ def apply(
     """
     config = Config() if config is None else config
     overrides = dict(overrides or {})
-    for where, value in {
-        "config": config,
-        **{f"overrides[{key!r}]": c for key, c in overrides.items()},
-    }.items():
-        if not isinstance(value, Config):
-            raise TypeError(f"{where} is {value!r}; expected a zeropp.Config")
+    _check_configs(config, overrides)
     if not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialized; call torch.distributed.init_process_group() and "
@@ -263,6 +321,13 @@ def apply(
     zpp._install()
     _log(zpp)
     return zpp
+
+
+def _check_configs(config: Config, overrides: Mapping[str, Config]) -> None:
+    given = {"config": config, **{f"overrides[{key!r}]": value for key, value in overrides.items()}}
+    for where, value in given.items():
+        if not isinstance(value, Config):
+            raise TypeError(f"{where} is {value!r}; expected a zeropp.Config")
 
 
 def _previous(units: list[Unit]) -> ZeroPP | None:

@@ -57,7 +57,7 @@ def _gather_twice(config: zeropp.Config, numel: int, dtype: torch.dtype) -> tupl
     layout=st.sampled_from([(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]),
     numel=st.sampled_from([1, 2, 31, 127, 128, 129, 1009]) | st.integers(1, 600),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    codec=st.sampled_from(["none", "bf16", "int8", "int4"]),
+    codec=st.sampled_from(["none", "bf16", "int8", "int4", "delta-int4"]),
     route=st.sampled_from(["two-hop", "flat"]),
     secondary=st.booleans(),
 )
@@ -71,6 +71,8 @@ def test_every_rank_gets_the_same_decoded_weights(
     secondary: bool,
 ) -> None:
     nodes, per_node = layout
+    if codec == "delta-int4":
+        route, secondary = "two-hop", True
     kept = secondary and route == "two-hop"
     config = zeropp.Config(
         weights=codec, secondary=kept, route=route, node_size=per_node,
@@ -80,7 +82,8 @@ def test_every_rank_gets_the_same_decoded_weights(
     exact = torch.cat([shard_of(rank, numel, dtype) for rank in range(nodes * per_node)])
     reference = results[0][0]
     assert all(torch.equal(out, reference) for first, second, _ in results for out in (first, second))
-    step = {"none": 0.0, "bf16": 2.0**-8, "int8": 0.51 / 127, "int4": 1.02 / 8}[codec]
+    int8 = 0.51 / 127
+    step = {"none": 0.0, "bf16": 2.0**-8, "int8": int8, "int4": 1.02 / 8, "delta-int4": int8 + 2.0**-8}[codec]
     error = (reference.double() - exact.double()).abs().max().item()
     rounding = 0.0 if codec == "none" else torch.finfo(dtype).eps
     assert error <= exact.abs().max().item() * (step + rounding)

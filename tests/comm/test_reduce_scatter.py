@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import zeropp
+from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, ReduceScatter, Scratch, Wire
 from zeropp.comm.reduce_scatter import scale_of
@@ -110,10 +112,10 @@ def test_the_result_is_the_true_mean_whatever_the_number_of_ranks(
     torch.testing.assert_close(result, exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [zeropp.Config(node_size=2), zeropp.Config.paper(node_size=2)])
-def test_the_error_has_no_bias(ranks: Ranks, config: zeropp.Config) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_error_has_no_bias(ranks: Ranks, name: str) -> None:
     numel = 50_000
-    result = torch.cat(ranks.run(_reduce, config, numel, torch.float32, "avg", 3))
+    result = torch.cat(ranks.run(_reduce, CONFIGS[name], numel, torch.float32, "avg", 3))
     exact = torch.stack([gradients_of(rank, 4 * numel, torch.float32, 3) for rank in range(4)]).mean(0)
     error = (result - exact).double()
     standard_error = error.std().item() / math.sqrt(error.numel())
@@ -145,20 +147,73 @@ def _reduce_with(bad: float, position: int, config: zeropp.Config) -> Tensor:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["default", "paper", "wire16"])
+@pytest.mark.parametrize("name", [*CONFIGS, "wire16"])
 def test_what_is_not_finite_arrives_where_it_belongs(ranks: Ranks, bad: float, name: str) -> None:
     """Fault 3: a NaN vanishes in the reference implementation's quantizer."""
-    config = {
-        "default": zeropp.Config(node_size=2),
-        "paper": zeropp.Config.paper(node_size=2),
-        "wire16": zeropp.Config.wire16(node_size=2),
-    }[name]
+    config = CONFIGS.get(name) or zeropp.Config.wire16(node_size=2)
     owner, offset = 1, 140  # in the second block of rank 1's shard
     results = ranks.run(_reduce_with, bad, owner * 300 + offset, config)
     for rank, result in enumerate(results):
         assert result.isfinite().all() == (rank != owner)
     assert not results[owner][offset].isfinite()
     assert results[owner][:128].isfinite().all()  # other blocks are not touched
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    shard_numel=st.sampled_from([63, 64, 65, 129, 1009]) | st.integers(1, 600),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    in_node=st.sampled_from(["bf16", "int8"]),
+    rotate=st.booleans(),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    feedback=st.booleans(),
+    block_size=st.sampled_from([64, 128, 1024]),
+)
+def test_every_option_in_every_layout(
+    ranks: Ranks,
+    layout: tuple[int, int],
+    shard_numel: int,
+    dtype: torch.dtype,
+    in_node: Any,
+    rotate: bool,
+    rounding: Any,
+    feedback: bool,
+    block_size: int,
+) -> None:
+    """By relative error: a rotation has no useful bound on that of one element."""
+    nodes, per_node = layout
+    world = nodes * per_node
+    config = zeropp.Config(
+        gradients_in_node=in_node, rotate=rotate, rounding=rounding, error_feedback=feedback,
+        block_size=block_size, node_size=per_node,
+    )  # fmt: skip
+    result = torch.cat(ranks.run(_reduce, config, shard_numel, dtype, "avg", 0, world=world)).double()
+    inputs = [gradients_of(rank, world * shard_numel, dtype, 0).double() for rank in range(world)]
+    exact = torch.stack(inputs).mean(0)
+    bound = (0.02 if nodes == 1 else 0.16) * (2.2 if rounding == "stochastic" else 1.0)
+    assert (result - exact).norm() <= bound * exact.norm()
+
+
+def _same_noise(config: zeropp.Config) -> list[Tensor]:
+    comm = make_reduce_scatter(config)
+    full = gradients_of(dist.get_rank(), 4 * 300, torch.float32, 0)
+    return [reduce_once(comm, full, ReduceOp.AVG) for _ in range(2)]
+
+
+def test_noise_is_reproducible_and_never_the_same_twice(ranks: Ranks) -> None:
+    config = zeropp.Config(rounding="stochastic", node_size=2)
+    first, again = ranks.run(_same_noise, config), ranks.run(_same_noise, config)
+    other = ranks.run(_same_noise, replace(config, seed=1))
+    for rank in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(first[rank], again[rank], strict=True))
+        assert not torch.equal(first[rank][0], first[rank][1])  # the next step
+        assert not torch.equal(first[rank][0], other[rank][0])
 
 
 def _accumulate(node_size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:

@@ -23,7 +23,11 @@ from torch.distributed.fsdp import fully_shard
 
 import zeropp
 
-CONFIGS = {"default": zeropp.Config(), "wire16": zeropp.Config.wire16()}
+CONFIGS = {
+    "default": zeropp.Config(),
+    "four_bit": zeropp.Config.four_bit(),
+    "wire16": zeropp.Config.wire16(),
+}
 WIDTH = 384
 
 

@@ -10,7 +10,7 @@ def test_the_rows_are_what_a_user_would_otherwise_pick() -> None:
     names = [row.name for row in ROWS]
     assert names == [
         *("fsdp2", "wire16", "wire16-accumulate", "wire16-two-hop", "wire16-reshard", "hsdp"),
-        *("qwz", "hpz", "qgz", "paper", "default", "deepspeed", "deepspeed-hpz"),
+        *("qwz", "hpz", "qgz", "paper", "default", "four-bit", "deepspeed", "deepspeed-hpz"),
     ]
     assert find_row(BASELINE).config == Config.wire16()
     assert find_row(DEFAULT).config == Config()

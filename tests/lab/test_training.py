@@ -39,14 +39,14 @@ def train(
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Both configs on links without faults."""
+    """All configs on links without faults."""
     with Cluster(nodes=2, ranks_per_node=2, link="1gbit") as cluster:
-        result, results = train(cluster, tmp_path_factory.mktemp("good"), "default", "wire16")
+        result, results = train(cluster, tmp_path_factory.mktemp("good"), "default", "four_bit", "wire16")
     result.check()
     return results
 
 
-@pytest.mark.parametrize("config", ["default", "wire16"])
+@pytest.mark.parametrize("config", ["default", "four_bit", "wire16"])
 def test_counters_and_ledger_agree_within_five_percent(good: Results, config: str) -> None:
     for node in (0, 1):
         ranks = [good[rank][config] for rank in (2 * node, 2 * node + 1)]
@@ -60,6 +60,7 @@ def test_bytes_per_node_and_parameter(good: Results) -> None:
         for config, run in good[0].items()
     }
     assert per_parameter["default"] < 0.80
+    assert per_parameter["four_bit"] < 0.55
     assert 4.9 < per_parameter["wire16"] < 5.3
 
 

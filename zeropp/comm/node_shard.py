@@ -14,8 +14,9 @@ host synchronization, and raised by `raise_if_stale` at the next optimizer step 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +51,9 @@ class NodeShard:
     def buffer(self, chunk: int, rows: int, row_bytes: int, device: torch.device) -> Tensor:
         """The kept bytes of one chunk, [rows, row_bytes]."""
         kept = self._kept.get(chunk)
-        if kept is None or kept.numel() != rows * row_bytes or kept.device != device:
-            kept = self._kept[chunk] = empty_for_keeps(rows * row_bytes, device)
-        return kept.view(rows, row_bytes)
+        if kept is None or kept.shape != (rows, row_bytes) or kept.device != device:
+            kept = self._kept[chunk] = empty_for_keeps(rows * row_bytes, device).view(rows, row_bytes)
+        return kept
 
     @contextmanager
     def in_use(self, device: torch.device) -> Iterator[None]:
@@ -81,6 +82,16 @@ class NodeShard:
         on_host = shard.device.type == "cpu" if self.check_on_host is None else self.check_on_host
         if on_host:
             raise_if_stale([self])
+
+    def state_dict(self, row: int) -> dict[str, Any]:
+        """For a checkpoint: one row of every chunk; other ranks have the others."""
+        rows = [kept[row].clone() for _, kept in sorted(self._kept.items())]
+        return {"rows": rows, "fresh": self.fresh, "fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> dict[int, Tensor]:
+        """The saved rows, by chunk; the caller puts them in place and fetches the others."""
+        self.fresh, self._fingerprint = state["fresh"], state["fingerprint"]
+        return dict(enumerate(state["rows"]))
 
     def invalidate(self) -> None:
         """The next gather sends the weights again. The memory is kept for it."""

@@ -1,5 +1,6 @@
 """Pipelining: while one chunk of a buffer is on the wire, the next one is encoded.
 
+[Note: Chunks]
 A buffer of rows [W, S] is cut into chunks of columns, each of whole blocks, so that cutting changes no code
 and no scale. Each chunk goes through its hops as a generator that yields while its data is on the wire:
 

@@ -14,11 +14,20 @@ With cross-node sync off, hop 2 is left out: the node slice adds up in fp32 (`pe
 to add to the sharded gradient. The next reduction with sync on sends the sum. `pending` is a part of `.grad`
 that has not arrived yet, and is dropped when `.grad` is (zero_grad sets it to None). All micro-batches must
 have one buffer layout; the adapter sees to it that parameters without a gradient are sent as zeros.
+
+[Note: Rotated space]
+If both hops rotate, the node slice stays rotated: the sum of rotated rows is the rotated sum. So a value is
+rotated once, before hop 1, and turned back once, after the last sum; `pending` and kept errors are rotated,
+too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -26,11 +35,40 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.profiler import record_function
 
-from ..config import CodecName, Config
+from ..config import INTEGERS, CodecName, Config
 from ..quant import QUANTIZABLE_DTYPES, BlockCodec, Codec, make_codec
 from ..topology import Hop, HopName
+from .feedback import Feedback
 from .pipeline import column_chunks, run_pipelined
 from .wire import Wire
+
+FEEDBACK_FIELDS = (
+    "error_feedback",
+    "gradients_in_node",
+    "gradients_across",
+    "rotate",
+    "block_size",
+    "route",
+    "node_size",
+)
+"""Of Config: what decides on the meaning of kept errors."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some columns of one reduction, [Note: Chunks] in pipeline.py."""
+
+    number: int
+    columns: slice
+    rows: Tensor
+    """The full gradients [W, S]."""
+    out: Tensor
+    """The reduced shard [1, S]."""
+    pending: Tensor | None
+    """The node slice [N, S] to add to; see [Note: Accumulation]."""
+    factor: float
+    """What the sum over all ranks is multiplied by."""
+    group: ProcessGroup
 
 
 class ReduceScatter:
@@ -51,7 +89,10 @@ class ReduceScatter:
             "across": config.gradients_across,
             "flat": config.gradients_across,  # Config makes sure that both are the same
         }
-        self.block_size = config.block_size
+        self.config = config
+        self.feedback = Feedback(config.block_size) if config.error_feedback and self.can_defer else None
+        self.calls = 0
+        """Reductions so far; numbers the noise of stochastic rounding."""
         self.sync_across = True
         self.pending: Tensor | None = None
         """See [Note: Accumulation]. fp32 [N, S]."""
@@ -62,6 +103,22 @@ class ReduceScatter:
     def can_defer(self) -> bool:
         """Whether cross-node sync can be put off: there is an across hop, and it comes last."""
         return self.hops[-1].name == "across"
+
+    def take_over(self, other: ReduceScatter) -> None:
+        """Go on counting where `other` is, and with the errors it keeps, if they mean the same here."""
+        self.calls = other.calls
+        same = all(getattr(self.config, name) == getattr(other.config, name) for name in FEEDBACK_FIELDS)
+        if same and self.feedback is not None:
+            self.feedback = other.feedback
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs to go on as if it had not stopped."""
+        return {"calls": self.calls, "feedback": {} if self.feedback is None else dict(self.feedback.kept)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.calls = int(state["calls"])
+        if self.feedback is not None:
+            self.feedback.kept = {chunk: kept.clone() for chunk, kept in state["feedback"].items()}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -84,12 +141,20 @@ class ReduceScatter:
 
         rows, out = input_tensor.view(world_size, -1), output_tensor.view(1, -1)
         pending, factor = self._pending_for(rows), scale_of(op, world_size)
-
-        def reduce(number: int, columns: slice) -> Generator[None]:
-            node_slice = None if pending is None else pending[:, columns]
-            return self._reduce(number, rows[:, columns], out[:, columns], node_slice, factor, group)
-
-        run_pipelined(reduce(*chunk) for chunk in enumerate(column_chunks(rows.shape[1], self.block_size)))
+        chunks = (
+            Chunk(
+                number,
+                columns,
+                rows[:, columns],
+                out[:, columns],
+                None if pending is None else pending[:, columns],
+                factor,
+                group,
+            )
+            for number, columns in enumerate(column_chunks(rows.shape[1], self.config.block_size))
+        )
+        run_pipelined(self._reduce(chunk) for chunk in chunks)
+        self.calls += 1
         if pending is not None and not self.sync_across:
             output_tensor.zero_()
             self.pending = pending
@@ -118,74 +183,98 @@ class ReduceScatter:
             )
         return pending
 
-    def _reduce(
-        self,
-        chunk: int,
-        rows: Tensor,
-        out: Tensor,
-        pending: Tensor | None,
-        factor: float,
-        group: ProcessGroup,
-    ) -> Generator[None]:
-        """Reduce one chunk: rows [W, S] -> out [1, S], or -> pending [N, S] while sync is off."""
+    def _reduce(self, chunk: Chunk) -> Generator[None]:
+        """Reduce one chunk, on the way that needs the fewest passes over it."""
+        if chunk.pending is not None or self.feedback is not None:
+            return self._reduce_by_sums(chunk)
+        if len(self.hops) == 1:
+            return self._reduce_at_once(chunk)
+        if all(self.codec_names[hop.name] in INTEGERS for hop in self.hops):
+            return self._reduce_by_recoding(chunk)
+        return self._reduce_by_sums(chunk)
+
+    def _reduce_at_once(self, chunk: Chunk) -> Generator[None]:
+        """The only hop: rows -> out."""
+        (hop,) = self.hops
+        codec = self._codec(hop, chunk.rows.dtype)
+        encode = partial(codec.encode, chunk.rows, **self._noise(chunk, hop))
+        received = yield from self._exchange(chunk, hop, codec, len(chunk.rows), encode)
+        self._decode_sum(codec, received, chunk.out, chunk.factor)
+
+    def _reduce_by_recoding(self, chunk: Chunk) -> Generator[None]:
+        """rows -> node slice -> out, where the node slice is decoded, summed and encoded in one pass."""
+        last = self.hops[-1]
+        arrived, first = yield from self._send_in_node(chunk)
+        codec = self._codec(last, torch.float32)
+        arrived_codec, sent_codec = in_one_space(first, codec)
+        assert isinstance(arrived_codec, BlockCodec)
+        assert isinstance(sent_codec, BlockCodec)
+
+        def recode(sent: Tensor) -> None:
+            numel, noise = chunk.rows.shape[1], self._noise(chunk, last)
+            arrived_codec.recode(arrived, sent_codec, sent, numel, chunk.factor, **noise)
+
+        received = yield from self._exchange(chunk, last, codec, last.size, recode, "recode")
+        self._decode_sum(codec, received, chunk.out, 1.0)
+
+    def _reduce_by_sums(self, chunk: Chunk) -> Generator[None]:
+        """rows -> node slice [N, S] in fp32 -> out; or no further than the node slice, while sync is off."""
         *before, last = self.hops
-        if pending is not None:
-            if before:
-                received, codec = yield from self._exchange(chunk, before[0], rows, self._row_order, group)
-                self._decode_sum(codec, received, pending, factor, accumulate=True)
-            else:  # one rank a node: its own gradients are the node slice
-                pending.add_(rows, alpha=factor)
-            if not self.sync_across:
-                return
-            received, codec = yield from self._exchange(chunk, last, pending, None, group)
-            factor = 1.0
-        elif before:
-            arrived, codec = yield from self._exchange(chunk, before[0], rows, self._row_order, group)
-            received, codec = yield from self._exchange_sums(
-                chunk, last, arrived, codec, rows.shape[1], factor, group
-            )
-            factor = 1.0
-        else:
-            received, codec = yield from self._exchange(chunk, last, rows, None, group)
-        self._decode_sum(codec, received, out, factor)
+        codec = self._codec(last, torch.float32)
+        sums = chunk.pending
+        if sums is None:
+            sums = self.wire.scratch.take(
+                f"reduce_scatter.sums.{chunk.number}",
+                *(last.size, chunk.rows.shape[1]),
+                dtype=torch.float32,
+                device=chunk.rows.device,
+            ).zero_()
+        sent_codec: Codec = codec
+        if before:
+            arrived, first = yield from self._send_in_node(chunk)
+            arrived_codec, sent_codec = in_one_space(first, codec)
+            self._decode_sum(arrived_codec, arrived, sums, chunk.factor, accumulate=True)
+        else:  # one rank a node: its own gradients are the node slice
+            sums.add_(chunk.rows, alpha=chunk.factor)
+        if not self.sync_across:
+            return
+
+        def encode(sent: Tensor) -> None:
+            if self.feedback is not None:
+                self.feedback.add_to(chunk.number, sums)
+            sent_codec.encode(sums, sent, **self._noise(chunk, last))
+            if self.feedback is not None and isinstance(sent_codec, BlockCodec):
+                self.feedback.keep(chunk.number, sums, sent, sent_codec)
+
+        received = yield from self._exchange(chunk, last, codec, last.size, encode, "recode")
+        self._decode_sum(codec, received, chunk.out, 1.0)
+
+    def _send_in_node(self, chunk: Chunk) -> Generator[None, None, tuple[Tensor, Codec]]:
+        """The first of two hops: what arrived [n, N, E1], and its codec."""
+        hop = self.hops[0]
+        codec = self._codec(hop, chunk.rows.dtype)
+        encode = partial(codec.encode, chunk.rows, order=self._row_order, **self._noise(chunk, hop))
+        arrived = yield from self._exchange(chunk, hop, codec, len(chunk.rows), encode)
+        return arrived, codec
 
     def _exchange(
-        self, chunk: int, hop: Hop, rows: Tensor, order: Sequence[int] | None, group: ProcessGroup
-    ) -> Generator[None, None, tuple[Tensor, Codec]]:
-        """Encode rows [m * R, S] and swap them over the hop's m ranks: received [m, R, E], and its codec."""
-        codec = make_codec(self.codec_names[hop.name], rows.dtype, self.block_size)
-        shape = (hop.size, rows.shape[0] // hop.size, codec.row_bytes(rows.shape[1]))
-        sent, received = self._buffers(chunk, hop, shape, rows.device)
-        with record_function(f"zeropp::reduce_scatter.encode ({self.wire.unit})"):
-            codec.encode(rows, sent.view(rows.shape[0], -1), order)
-        yield from self.wire.all_to_all(hop, group, sent, received)
-        return received, codec
-
-    def _exchange_sums(
         self,
-        chunk: int,
+        chunk: Chunk,
         hop: Hop,
-        arrived: Tensor,
-        arrived_codec: Codec,
-        numel: int,
-        factor: float,
-        group: ProcessGroup,
-    ) -> Generator[None, None, tuple[Tensor, Codec]]:
-        """The same for the sums over senders of what arrived [n, N, E1]: decode, sum, encode, swap."""
-        codec = make_codec(self.codec_names[hop.name], torch.float32, self.block_size)
-        sent, received = self._buffers(chunk, hop, (hop.size, 1, codec.row_bytes(numel)), arrived.device)
-        with record_function(f"zeropp::reduce_scatter.recode ({self.wire.unit})"):
-            encoded = sent.view(hop.size, -1)
-            if isinstance(arrived_codec, BlockCodec) and isinstance(codec, BlockCodec):
-                arrived_codec.recode(arrived, codec, encoded, numel, factor)
-            else:
-                node_slice = self.wire.scratch.take(
-                    "reduce_scatter.node_slice", hop.size, numel, dtype=torch.float32, device=arrived.device
-                )
-                arrived_codec.decode_sum(arrived, node_slice, factor)
-                codec.encode(node_slice, encoded)
-        yield from self.wire.all_to_all(hop, group, sent, received)
-        return received, codec
+        codec: Codec,
+        rows: int,
+        fill: Callable[[Tensor], None],
+        what: str = "encode",
+    ) -> Generator[None, None, Tensor]:
+        """Let `fill` encode all rows [m * R, E], and swap them over the hop's m ranks: received [m, R, E]."""
+        shape = (hop.size, rows // hop.size, codec.row_bytes(chunk.rows.shape[1]))
+        take, tag = self.wire.scratch.take, f"reduce_scatter.{hop.name}.{chunk.number}"
+        device = chunk.rows.device
+        sent, received = take(f"{tag}.sent", *shape, device=device), take(f"{tag}.got", *shape, device=device)
+        with record_function(f"zeropp::reduce_scatter.{what} ({self.wire.unit})"):
+            fill(sent.view(rows, -1))
+        yield from self.wire.all_to_all(hop, chunk.group, sent, received)
+        return received
 
     def _decode_sum(
         self, codec: Codec, received: Tensor, out: Tensor, factor: float, accumulate: bool = False
@@ -193,11 +282,15 @@ class ReduceScatter:
         with record_function(f"zeropp::reduce_scatter.decode ({self.wire.unit})"):
             codec.decode_sum(received, out, factor, accumulate)
 
-    def _buffers(
-        self, chunk: int, hop: Hop, shape: tuple[int, int, int], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        take, tag = self.wire.scratch.take, f"reduce_scatter.{hop.name}.{chunk}"
-        return take(f"{tag}.sent", *shape, device=device), take(f"{tag}.received", *shape, device=device)
+    def _codec(self, hop: Hop, dtype: torch.dtype) -> Codec:
+        stochastic = self.config.rounding == "stochastic"
+        name = self.codec_names[hop.name]
+        return make_codec(name, dtype, self.config.block_size, self.config.rotate, stochastic)
+
+    def _noise(self, chunk: Chunk, hop: Hop) -> dict[str, int]:
+        """Seed and offset of stochastic rounding: never the same twice, the same when a run is repeated."""
+        who = f"{self.config.seed}/{self.wire.unit}/{hop.name}/{self.wire.topology.rank}"
+        return {"seed": crc32(who.encode()) << 32 | self.calls & 0xFFFFFFFF, "offset": chunk.columns.start}
 
     def _as_it_is(
         self,
@@ -213,6 +306,14 @@ class ReduceScatter:
             output, gradients, op=op, group=group, async_op=async_op
         )
         return work
+
+
+def in_one_space(arrived: Codec, sent: Codec) -> tuple[Codec, Codec]:
+    """The codecs of two hops for the sums between them; see [Note: Rotated space]."""
+    both = isinstance(arrived, BlockCodec) and isinstance(sent, BlockCodec)
+    if both and arrived.fmt.rotate and sent.fmt.rotate:
+        return arrived.unrotated, sent.unrotated
+    return arrived, sent
 
 
 def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:

@@ -1,0 +1,179 @@
+"""What a run keeps from step to step: checkpoints of it, and another Config in the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import zeropp
+from tests.configs import CONFIGS
+from tests.ranks import Ranks
+from tests.training import Trainer
+
+STEPS = 8
+
+
+def _run(config: zeropp.Config, folder: str, stop_after: int | None, evaluate: bool) -> list[float]:
+    """Losses of a run; it may stop, and go on with a new model, from files."""
+    trainer = Trainer(config, micro_batches=2, accumulate_in_node=True)
+    losses = []
+    for step in range(STEPS):
+        losses.append(trainer.step())
+        if evaluate:
+            losses.append(trainer.evaluate())
+        if step + 1 == stop_after:
+            trainer = _stop_and_go_on(trainer, Path(folder, f"{dist.get_rank()}.pt"))
+    return losses
+
+
+def _stop_and_go_on(trainer: Trainer, path: Path) -> Trainer:
+    assert trainer.zpp is not None
+    model, optimizer = get_state_dict(trainer.net, trainer.optimizer)
+    torch.save({"model": model, "optimizer": optimizer, "zeropp": trainer.zpp.state_dict()}, path)
+    again = Trainer(trainer.zpp.config, micro_batches=2, accumulate_in_node=True)
+    again.step()  # other weights, and a history of its own
+    again.data = trainer.data
+    assert again.zpp is not None
+    state = torch.load(path, weights_only=False)  # DTensors; zeropp's own part needs no pickle:
+    torch.save(state["zeropp"], path)
+    set_state_dict(
+        again.net, again.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    again.zpp.load_state_dict(torch.load(path, weights_only=True))
+    return again
+
+
+@pytest.mark.parametrize("name", ["four_bit", "delta", "feedback", "default"])
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_a_replayed_run_is_bit_identical(ranks: Ranks, tmp_path: Path, name: str, evaluate: bool) -> None:
+    """Stopped right after a step, or with weights that an evaluation has already gathered."""
+    config = CONFIGS[name]
+    undisturbed = ranks.run(_run, config, str(tmp_path), None, evaluate)
+    assert ranks.run(_run, config, str(tmp_path), 5, evaluate) == undisturbed
+    assert len(set(undisturbed[0])) == len(undisturbed[0])
+
+
+def _run_without_state(config: zeropp.Config) -> tuple[list[float], list[float]]:
+    runs = []
+    for restore in (True, False):
+        trainer = Trainer(config)
+        losses = [trainer.step() for _ in range(3)]
+        assert trainer.zpp is not None
+        state = trainer.zpp.state_dict()
+        trainer.net.load_state_dict(trainer.net.state_dict())  # forgets what was kept
+        if restore:
+            trainer.zpp.load_state_dict(state)
+        runs.append(losses + [trainer.step() for _ in range(3)])
+    return runs[0], runs[1]
+
+
+def test_without_the_state_a_run_goes_on_but_differs(ranks: Ranks) -> None:
+    """Else the test above would show nothing."""
+    for replayed, fresh in ranks.run(_run_without_state, CONFIGS["four_bit"]):
+        assert replayed[:3] == fresh[:3]
+        assert replayed != fresh
+        assert replayed == pytest.approx(fresh, rel=0.01)
+
+
+def _wrong_state() -> list[str]:
+    zpp = Trainer(CONFIGS["four_bit"]).zpp
+    assert zpp is not None
+    state, messages = zpp.state_dict(), []
+    for wrong in ({**state, "world_size": 8}, {**state, "units": {}}, {**state, "rank": 7}):
+        with pytest.raises(ValueError, match="load the file that this rank has saved") as error:
+            zpp.load_state_dict(wrong)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_the_state_of_another_run_is_refused(ranks: Ranks) -> None:
+    for messages in ranks.run(_wrong_state):
+        assert "'world_size': 8" in messages[0]
+        assert "units []" in messages[1]
+        assert "'rank': 7" in messages[2]
+
+
+def _schedule() -> dict[str, Any]:
+    """16-bit gradients at first, four bits later, and back."""
+    start = zeropp.Config(gradients_in_node="bf16", gradients_across="bf16", node_size=2)
+    trainer = Trainer(start)
+    zpp = trainer.zpp
+    assert zpp is not None
+    sent, losses = [], []
+    for config in (start, CONFIGS["default"], CONFIGS["four_bit"], CONFIGS["four_bit"], start):
+        zpp.set_config(config)
+        zpp.ledger.reset()
+        losses.append(trainer.step())
+        across = [
+            zpp.ledger.total(collective=kind, hop="across") for kind in ("all_gather", "reduce_scatter")
+        ]
+        sent.append([traffic.wire_bytes for traffic in across])
+    plain = Trainer(None)
+    return {"sent": sent, "losses": losses, "plain": [plain.step() for _ in range(5)], "config": zpp.config}
+
+
+def test_a_schedule(ranks: Ranks) -> None:
+    for result in ranks.run(_schedule):
+        weights, gradients = zip(*result["sent"], strict=True)
+        assert gradients[0] == gradients[4] > 3 * gradients[1] == 3 * gradients[2] > 0
+        assert weights[0] == weights[1]
+        assert weights[2] > weights[0] > 1.9 * weights[3]  # all of it in 16 bits, then differences
+        assert result["losses"] == pytest.approx(result["plain"], rel=0.01)
+
+
+def _kept_state() -> tuple[bool, bool, bool]:
+    """What survives set_config: node shards and errors that mean the same."""
+    trainer = Trainer(CONFIGS["four_bit"])
+    zpp = trainer.zpp
+    assert zpp is not None
+    trainer.step()
+    trainer.evaluate()
+    before = [t.comms for t in zpp.treatments]
+    zpp.set_config(zeropp.Config.four_bit(node_size=2, rounding="stochastic"))
+    same_errors = all(
+        new.comms[1].feedback is old[1].feedback and new.comms[0].node_shard is old[0].node_shard
+        for new, old in zip(zpp.treatments, before, strict=True)
+        if new.comms is not None and old is not None
+    )
+    zpp.ledger.reset()
+    trainer.evaluate()
+    sent_nothing = zpp.ledger.total(hop="across").calls == 0
+    zpp.set_config(zeropp.Config.four_bit(node_size=2, rotate=False))
+    forgotten = all(not t.comms[1].feedback.kept for t in zpp.treatments if t.comms and t.comms[1].feedback)
+    return same_errors, sent_nothing, forgotten
+
+
+def test_what_survives_another_config(ranks: Ranks) -> None:
+    assert ranks.run(_kept_state) == [(True, True, True)] * 4
+
+
+def _refused() -> list[str]:
+    trainer = Trainer(CONFIGS["default"], micro_batches=1, accumulate_in_node=True)
+    zpp = trainer.zpp
+    assert zpp is not None
+    messages = []
+    with pytest.raises(TypeError) as wrong_type:
+        zpp.set_config("int8")  # type: ignore[arg-type]
+    messages.append(str(wrong_type.value))
+    with pytest.raises(ValueError, match="match no unit"):
+        zpp.set_config(CONFIGS["default"], overrides={"layers.*": CONFIGS["paper"]})
+    trainer.micro_batches = 2
+    zpp.set_requires_cross_node_sync(False)
+    trainer.accumulate_in_node = False
+    trainer.backward()
+    with pytest.raises(RuntimeError) as pending:
+        zpp.set_config(CONFIGS["paper"])
+    messages.append(str(pending.value))
+    assert zpp.config == CONFIGS["default"]
+    return messages
+
+
+def test_a_bad_change_is_refused_and_changes_nothing(ranks: Ranks) -> None:
+    for wrong_type, pending in ranks.run(_refused):
+        assert wrong_type == "config is 'int8'; expected a zeropp.Config"
+        assert "still pending without cross-node sync" in pending

@@ -1,0 +1,67 @@
+"""Error feedback: what the hop between nodes rounded off is added to the next step's sums, before they are
+encoded. So an error is not lost but late, and errors of many steps do not add up.
+
+    sums     = node slice + kept
+    sent     = encode(sums)
+    kept'    = (1 - AVERAGE) * kept + AVERAGE * (sums - decode(sent))
+
+`kept` is a moving average (as in LoCo), in 8 bits, of the shape of the node slice [N, S]. It is in the space
+that the hop encodes in: rotated, if gradients are.
+
+[Note: Reset]
+Kept errors belong to the gradients of one model, codec and layout. They start at zero, and again after a
+state-dict load into the model, after `set_config` with another codec of gradients, and where an error is not
+finite (an overflow that loss scaling skips must not come back in the next step). `ZeroPP.state_dict` saves
+them, `ZeroPP.load_state_dict` restores them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..quant import BlockCodec, BlockFormat
+from .wire import empty_for_keeps
+
+AVERAGE = 1.0
+
+
+class Feedback:
+    """Kept errors of one unit, chunk by chunk."""
+
+    def __init__(self, block_size: int) -> None:
+        self._codec = BlockCodec(BlockFormat(8, block_size))
+        self.kept: dict[int, Tensor] = {}
+        """Encoded [N, E], by chunk."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.numel() for kept in self.kept.values())
+
+    def add_to(self, chunk: int, sums: Tensor) -> None:
+        """sums [N, S] fp32 += kept."""
+        kept = self._kept_for(chunk, sums)
+        if kept is not None:
+            self._codec.decode_sum(kept.unsqueeze(0), sums, 1.0, accumulate=True)
+
+    def keep(self, chunk: int, sums: Tensor, sent: Tensor, codec: BlockCodec) -> None:
+        """Keep what `sent`, the encoded sums, has lost of them. Overwrites sums."""
+        codec.decode_sum(sent.unsqueeze(0), sums, -1.0, accumulate=True)
+        kept = self._kept_for(chunk, sums)
+        if AVERAGE < 1:
+            sums *= AVERAGE
+            if kept is not None:
+                self._codec.decode_sum(kept.unsqueeze(0), sums, 1 - AVERAGE, accumulate=True)
+        torch.nan_to_num_(sums, 0.0, 0.0, 0.0)  # [Note: Reset]
+        if kept is None:
+            rows, row_bytes = sums.shape[0], self._codec.row_bytes(sums.shape[1])
+            kept = self.kept[chunk] = empty_for_keeps(rows * row_bytes, sums.device).view(rows, row_bytes)
+        self._codec.encode(sums, kept)
+
+    def reset(self) -> None:
+        self.kept.clear()
+
+    def _kept_for(self, chunk: int, sums: Tensor) -> Tensor | None:
+        kept = self.kept.get(chunk)
+        shape = (sums.shape[0], self._codec.row_bytes(sums.shape[1]))
+        return kept if kept is not None and kept.shape == shape and kept.device == sums.device else None
