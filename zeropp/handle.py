@@ -16,8 +16,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -26,50 +24,13 @@ from rich.table import Table
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .comm import AllGather, Ledger, ReduceScatter, Scratch, Wire, raise_if_stale
+from .comm import AllGather, Ledger, ReduceScatter, Scratch, raise_if_stale
 from .comm.ledger import render
 from .config import Config
 from .fsdp import Unit, find_units
-from .quant import QUANTIZABLE_DTYPES
-from .topology import Topology
+from .treatment import Treatment, choose_configs, treat
 
 logger = logging.getLogger("zeropp")
-
-
-@dataclass
-class Treatment:
-    """How one unit is treated."""
-
-    unit: Unit
-    config: Config
-    topology: Topology | None = None
-    comms: tuple[AllGather, ReduceScatter] | None = None
-    left_alone: str | None = None
-    """Why FSDP2's own comms stay in place, or None."""
-    notes: list[str] = field(default_factory=list)
-
-    def describe(self) -> dict[str, str]:
-        """What the unit sends, in words; the columns of `ZeroPP.summary`."""
-        row = {"unit": self.unit.name, "parameters": f"{sum(p.numel() for p in self.unit.params):,}"}
-        if self.comms is None or self.topology is None:
-            why = f"left alone: {self.left_alone}" if self.left_alone else "removed"
-            return row | {
-                "nodes": "",
-                "weights": "FSDP2",
-                "kept bytes": "",
-                "gradients": "FSDP2",
-                "notes": why,
-            }
-        weights, gradients = self.comms
-        return row | {
-            "nodes": self.topology.describe(),
-            "weights": " -> ".join(f"{weights.codec_name(hop)} {hop.name}" for hop in weights.hops),
-            "kept bytes": f"{weights.node_shard.nbytes:,}" if weights.node_shard else "-",
-            "gradients": " -> ".join(
-                f"{gradients.codec_names[hop.name]} {hop.name}" for hop in gradients.hops
-            ),
-            "notes": "; ".join(self.notes),
-        }
 
 
 class ZeroPP:
@@ -140,8 +101,8 @@ class ZeroPP:
         _check_configs(config, overrides)
         self._raise_if_pending()
         # Everything that can fail comes before the first change.
-        chosen = _choose_configs([treatment.unit for treatment in self.treatments], config, overrides)
-        treatments = [_treat(unit, own, self.ledger, self._scratch) for unit, own in chosen.items()]
+        chosen = choose_configs([treatment.unit for treatment in self.treatments], config, overrides)
+        treatments = [treat(unit, own, self.ledger, self._scratch) for unit, own in chosen.items()]
         for old, new in zip(self.treatments, treatments, strict=True):
             if old.comms is not None and new.comms is not None:
                 new.comms[0].take_over(old.comms[0])
@@ -170,7 +131,7 @@ class ZeroPP:
         """Go on from what `state_dict` of this rank returned. Call it after loading the model: loading
         weights forgets all that is kept. A run on other ranks goes on without it: the weights are sent anew,
         and kept errors start at zero."""
-        installed = {t.unit.name: comms for t, *comms in self._installed()}
+        installed = {t.unit.name: (gather, reduce) for t, gather, reduce in self._installed()}
         mine = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         theirs = {name: state.get(name) for name in mine}
         if theirs != mine or state["units"].keys() != installed.keys():
@@ -178,9 +139,9 @@ class ZeroPP:
                 f"the state of zeropp is of {theirs} and units {sorted(state.get('units', ()))}; expected "
                 f"{mine} and {sorted(installed)}: load the file that this rank has saved, or go on without it"
             )
-        for name, comms in installed.items():
-            for comm, kind in zip(comms, ("weights", "gradients"), strict=True):
-                comm.load_state_dict(state["units"][name][kind])
+        for name, (gather, reduce) in installed.items():
+            gather.load_state_dict(state["units"][name]["weights"])
+            reduce.load_state_dict(state["units"][name]["gradients"])
 
     def set_requires_cross_node_sync(self, requires_sync: bool) -> None:
         """Turn cross-node gradient traffic off for all but the last micro-batch of a step.
@@ -313,8 +274,8 @@ def apply(
         return previous
     # Everything that can fail comes before the first change to the model.
     ledger, scratch = Ledger(), Scratch()
-    chosen = _choose_configs(units, config, overrides)
-    treatments = [_treat(unit, chosen[unit], ledger, scratch) for unit in units]
+    chosen = choose_configs(units, config, overrides)
+    treatments = [treat(unit, chosen[unit], ledger, scratch) for unit in units]
     if previous is not None:
         previous.remove()
     zpp = ZeroPP(config, overrides, treatments, ledger, scratch)
@@ -344,47 +305,6 @@ def _previous(units: list[Unit]) -> ZeroPP | None:
     return next(iter(owners.values()), None)
 
 
-def _choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Config]) -> dict[Unit, Config]:
-    chosen: dict[Unit, Config] = {}
-    unmatched = set(overrides)
-    for unit in units:
-        matches = [p for p in overrides if any(fnmatchcase(name, p) for name in unit.names)]
-        unmatched -= set(matches)
-        chosen[unit] = overrides[matches[0]] if matches else config
-    if unmatched:
-        raise ValueError(
-            f"overrides has patterns that match no unit: {sorted(unmatched)}; the units are "
-            f"{[unit.name for unit in units]}"
-        )
-    return chosen
-
-
-def _treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treatment:
-    """Decide how the unit is treated. Changes nothing in the model, but may create process groups."""
-    treatment = Treatment(unit, config, left_alone=unit.why_left_alone())
-    if treatment.left_alone or unit.group is None:
-        return treatment
-    treatment.topology = topology = Topology.of(unit.group, config.node_size)
-    hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
-    wire = Wire(unit.name, topology, ledger, scratch)
-    treatment.comms = (
-        AllGather(wire, hops, config),
-        ReduceScatter(wire, hops[::-1], config, unit.has_no_gradients),
-    )
-    dtypes = unit.gather_dtypes()
-    if config.weights != "none" and (len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES):
-        treatment.notes.append(f"weights sent as they are: dtype {_names(dtypes)}")
-    if config.weights == "int4":
-        treatment.notes.append("int4 weights are known to ruin training")
-    if unit.is_hsdp:
-        treatment.notes.append("HSDP's all-reduce stays FSDP2's; on a 1-D mesh zeropp compresses all of it")
-    if config.secondary and topology.is_one_node:
-        treatment.notes.append("one node: no node shard to keep")
-    if unit.is_frozen:
-        treatment.notes.append("frozen")
-    return treatment
-
-
 def _log(zpp: ZeroPP) -> None:
     """The first rank of each unit's group says what became of the unit."""
     for treatment in zpp.treatments:
@@ -398,10 +318,6 @@ def _log(zpp: ZeroPP) -> None:
                 "zeropp: unit %(unit)s, %(nodes)s: weights %(weights)s, gradients %(gradients)s. %(notes)s",
                 row,
             )
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _on_step(

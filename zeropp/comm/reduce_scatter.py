@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 from zlib import crc32
 
 import torch
@@ -52,6 +52,13 @@ FEEDBACK_FIELDS = (
     "node_size",
 )
 """Of Config: what decides on the meaning of kept errors."""
+
+
+class Noise(TypedDict):
+    """What stochastic rounding needs, in every call of a codec."""
+
+    seed: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -287,7 +294,7 @@ class ReduceScatter:
         name = self.codec_names[hop.name]
         return make_codec(name, dtype, self.config.block_size, self.config.rotate, stochastic)
 
-    def _noise(self, chunk: Chunk, hop: Hop) -> dict[str, int]:
+    def _noise(self, chunk: Chunk, hop: Hop) -> Noise:
         """Seed and offset of stochastic rounding: never the same twice, the same when a run is repeated."""
         who = f"{self.config.seed}/{self.wire.unit}/{hop.name}/{self.wire.topology.rank}"
         return {"seed": crc32(who.encode()) << 32 | self.calls & 0xFFFFFFFF, "offset": chunk.columns.start}
@@ -310,10 +317,11 @@ class ReduceScatter:
 
 def in_one_space(arrived: Codec, sent: Codec) -> tuple[Codec, Codec]:
     """The codecs of two hops for the sums between them; see [Note: Rotated space]."""
-    both = isinstance(arrived, BlockCodec) and isinstance(sent, BlockCodec)
-    if both and arrived.fmt.rotate and sent.fmt.rotate:
-        return arrived.unrotated, sent.unrotated
-    return arrived, sent
+    if not (isinstance(arrived, BlockCodec) and isinstance(sent, BlockCodec)):
+        return arrived, sent
+    if not (arrived.fmt.rotate and sent.fmt.rotate):
+        return arrived, sent
+    return arrived.unrotated, sent.unrotated
 
 
 def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:

@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from ..comm.ledger import Collective as Counted
 from ..comm.ledger import Ledger, Traffic
-from ..handle import Treatment
 from ..quant import QUANTIZABLE_DTYPES
 from ..topology import Topology
+from ..treatment import Treatment
 from .trace import Collective, Gather, Hop, Level, Reduce
 
 

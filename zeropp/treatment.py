@@ -1,0 +1,96 @@
+"""How each unit is treated: which Config, which nodes and hops, which comms, or why it is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+
+from .comm import AllGather, Ledger, ReduceScatter, Scratch, Wire
+from .config import Config
+from .fsdp import Unit
+from .quant import QUANTIZABLE_DTYPES
+from .topology import Topology
+
+
+@dataclass
+class Treatment:
+    """How one unit is treated."""
+
+    unit: Unit
+    config: Config
+    topology: Topology | None = None
+    comms: tuple[AllGather, ReduceScatter] | None = None
+    left_alone: str | None = None
+    """Why FSDP2's own comms stay in place, or None."""
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self) -> dict[str, str]:
+        """What the unit sends, in words; the columns of `ZeroPP.summary`."""
+        row = {"unit": self.unit.name, "parameters": f"{sum(p.numel() for p in self.unit.params):,}"}
+        if self.comms is None or self.topology is None:
+            why = f"left alone: {self.left_alone}" if self.left_alone else "removed"
+            return row | {
+                "nodes": "",
+                "weights": "FSDP2",
+                "kept bytes": "",
+                "gradients": "FSDP2",
+                "notes": why,
+            }
+        weights, gradients = self.comms
+        return row | {
+            "nodes": self.topology.describe(),
+            "weights": " -> ".join(f"{weights.codec_name(hop)} {hop.name}" for hop in weights.hops),
+            "kept bytes": f"{weights.node_shard.nbytes:,}" if weights.node_shard else "-",
+            "gradients": " -> ".join(
+                f"{gradients.codec_names[hop.name]} {hop.name}" for hop in gradients.hops
+            ),
+            "notes": "; ".join(self.notes),
+        }
+
+
+def choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Config]) -> dict[Unit, Config]:
+    chosen: dict[Unit, Config] = {}
+    unmatched = set(overrides)
+    for unit in units:
+        matches = [p for p in overrides if any(fnmatchcase(name, p) for name in unit.names)]
+        unmatched -= set(matches)
+        chosen[unit] = overrides[matches[0]] if matches else config
+    if unmatched:
+        raise ValueError(
+            f"overrides has patterns that match no unit: {sorted(unmatched)}; the units are "
+            f"{[unit.name for unit in units]}"
+        )
+    return chosen
+
+
+def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treatment:
+    """Decide how the unit is treated. Changes nothing in the model, but may create process groups."""
+    treatment = Treatment(unit, config, left_alone=unit.why_left_alone())
+    if treatment.left_alone or unit.group is None:
+        return treatment
+    treatment.topology = topology = Topology.of(unit.group, config.node_size)
+    hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
+    wire = Wire(unit.name, topology, ledger, scratch)
+    treatment.comms = (
+        AllGather(wire, hops, config),
+        ReduceScatter(wire, hops[::-1], config, unit.has_no_gradients),
+    )
+    dtypes = unit.gather_dtypes()
+    if config.weights != "none" and (len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES):
+        treatment.notes.append(f"weights sent as they are: dtype {_names(dtypes)}")
+    if config.weights == "int4":
+        treatment.notes.append("int4 weights are known to ruin training")
+    if unit.is_hsdp:
+        treatment.notes.append("HSDP's all-reduce stays FSDP2's; on a 1-D mesh zeropp compresses all of it")
+    if config.secondary and topology.is_one_node:
+        treatment.notes.append("one node: no node shard to keep")
+    if unit.is_frozen:
+        treatment.notes.append("frozen")
+    return treatment
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
