@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: train test lint types tests clean
 
 train: $(READY)
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/quickstart.py
+	$(BIN)/zeropp demo
 
 test: lint types tests
 
@@ -25,7 +25,7 @@ tests: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,gpu,lab,plots,hf,hf-data,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,gpu,lab,plots,tensorboard,hf,hf-data,dev]'
 	touch $@
 
 clean:

@@ -11,6 +11,9 @@ from rich.console import Console
 from ..lab import JobError, LabError
 
 COMMANDS = {
+    "train": "train",
+    "demo": "demo",
+    "compare": "compare",
     "plan": "plan",
     "lab run": "lab_run",
     "lab bench": "lab_bench",
@@ -48,4 +51,4 @@ def _usage() -> str:
         first, *second = name.split()
         second_words.setdefault(first, []).extend(second)
     lines = [f"zeropp {first} {' | '.join(second)}".rstrip() for first, second in second_words.items()]
-    return "\n".join(lines) + "\n\nEvery command explains itself: zeropp plan --help"
+    return "\n".join(lines) + "\n\nEvery command explains itself: zeropp train --help"

@@ -7,7 +7,6 @@ One model at a time. Every model gets a process group of its own, so that it sta
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.profiler import ProfilerActivity, profile
 
+from ..memory import PeakMemory
 from .cluster import INTERFACE
 from .rows import find_row
 from .timeline import split_step
@@ -33,7 +33,6 @@ from .workload import Workload
 
 STORE_PORT = 29400
 TIMEOUT = timedelta(seconds=600)
-libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Worker:
         )
         self.builds = 0
         self.trainee: Trainee | None = None
-        self.resident_bytes_before = 0
+        self.peak_memory: PeakMemory | None = None
 
     def build(self, row: str, workload: Workload) -> dict[str, int]:
         """Replace the model. The row may refuse; it does so on all ranks, and the worker stays usable."""
@@ -73,10 +72,9 @@ class Worker:
             world_size=self.world_size,
             timeout=TIMEOUT,
         )
-        libc.malloc_trim(0)  # what earlier models left in the allocator is not this one's memory
-        self.resident_bytes_before = _status_bytes("VmRSS")
+        self.peak_memory = PeakMemory()
         self.trainee = make_trainee(find_row(row), workload, self.ranks_per_node)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+        self.peak_memory.restart()  # what building took is over
         return {"parameters": self.trainee.parameters()}
 
     def drop(self) -> None:
@@ -115,8 +113,9 @@ class Worker:
 
     def memory(self) -> dict[str, int]:
         trainee = self._trainee()
+        assert self.peak_memory is not None
         return {
-            "peak_bytes": _status_bytes("VmHWM") - self.resident_bytes_before,
+            "peak_bytes": self.peak_memory.bytes,
             "model_state_bytes": trainee.model_state_bytes(),
             "communication_bytes": trainee.communication_bytes(),
         }
@@ -135,12 +134,6 @@ def _link_bytes() -> tuple[int, int]:
     (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
     dist.barrier()
     return int(fields[8]), int(fields[0])
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kibibytes,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
-    return int(kibibytes) * 1024
 
 
 def main(address: str) -> None:

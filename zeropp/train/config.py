@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..config import Config
+from .data import DataConfig
+from .models import ModelConfig
 from .reading import read
 
 Preset = Literal["default", "paper", "wire16", "off"]
@@ -22,56 +24,6 @@ PRESETS: dict[str, Callable[..., Config]] = {
     "wire16": Config.wire16,
     "off": Config.off,
 }
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The model, and how a device runs it."""
-
-    name: str = "gpt"
-    """"gpt" is our own, of the size below. "hf:PATH" is a Hugging Face causal LM, from a folder or a
-    config.json; its size is written there, and the sizes below must be left alone."""
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    vocab_size: int = 256
-    """Tokens that the model knows; 256 for bytes."""
-    tied: bool = False
-    """One matrix is both the embedding and the head."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """What matrix products are computed in; weights and sums stay fp32. "auto": bf16 on devices that are good
-    at it, else fp32."""
-    activation_checkpointing: bool = False
-    """Keep only the inputs of every block, and compute the rest again in backward."""
-    compile: bool = False
-    """torch.compile, block by block."""
-
-    def __post_init__(self) -> None:
-        _check_positive("model", self, "layers", "width", "heads", "vocab_size")
-        is_known = self.name == "gpt" or (self.name.startswith("hf:") and len(self.name) > 3)
-        _check("model.name", self.name, is_known, "'gpt', or 'hf:' and a folder or config.json")
-        if self.name != "gpt":
-            for size in ("layers", "width", "heads", "vocab_size", "tied"):
-                default = getattr(ModelConfig, size)
-                says = f"nothing: with model.name = {self.name!r} the size is the Hugging Face config's"
-                _check(f"model.{size}", getattr(self, size), getattr(self, size) == default, says)
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What to read."""
-
-    source: str = "stdlib"
-    """"stdlib": the sources of Python's standard library. A text file, a folder of text files, or a file of
-    tokens. "hf:NAME": a Hugging Face dataset."""
-    tokenizer: str = "bytes"
-    """Of text: "bytes", or "hf:PATH" for a Hugging Face tokenizer."""
-    validation_fraction: float = 0.1
-    """The last part of the data is kept for evaluation."""
-
-    def __post_init__(self) -> None:
-        inside = 0.0 < self.validation_fraction < 1.0
-        _check("data.validation_fraction", self.validation_fraction, inside, "more than 0 and less than 1")
 
 
 @dataclass(frozen=True)
@@ -85,8 +37,8 @@ class BatchConfig:
     micro_batches: int = 2
     """Backward passes per optimizer step."""
     sync: Literal["step", "micro-batch"] = "step"
-    """When gradients cross nodes. "step": once, in the last micro-batch; until then zeropp adds them up inside
-    the node, and plain FSDP2 (a flat route) keeps the gradients of the whole model on every rank.
+    """When gradients cross nodes. "step": once, in the last micro-batch; until then zeropp adds up inside
+    the node, and plain FSDP2 (a flat route) keeps gradients of the whole model on every rank.
     "micro-batch": every time, which needs least memory."""
 
     def __post_init__(self) -> None:
@@ -130,7 +82,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Written beside the training, to FOLDER/checkpoints; one more at the end, and when the run is stopped."""
+    """Written beside the training, to FOLDER/checkpoints; also at the end, and when the run is stopped."""
 
     every: int = 100
     """Steps between two; 0: only at the end."""
@@ -183,11 +135,12 @@ class Run:
     seed: int = 0
     """Of the weights, the data's order and whatever else is random."""
     resume: str = "auto"
-    """"auto": go on from the last whole checkpoint in `folder`, if there is one. "never": start anew, which
-    `folder` must be. Or the path of a checkpoint."""
+    """"auto": go on from the last whole checkpoint in `folder`, if there is one. "never": start anew, where
+    there is no checkpoint yet. Or the folder of a checkpoint."""
     timeout_seconds: float = 600.0
     """After which a rank that waits for others gives up."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Which model, and how a device runs it."""
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -66,6 +66,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 def _describe(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
+    names[types.NoneType] = "nothing"
     if kind in names:
         return names[kind]
     if get_origin(kind) is Literal:

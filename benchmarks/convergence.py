@@ -1,0 +1,241 @@
+"""The convergence study: the same GPT, trained with each technique and several seeds; validation losses.
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/convergence.py
+    torchrun --standalone --nproc-per-node 4 benchmarks/convergence.py --text shakespeare.txt --steps 3000
+
+Four local ranks play two nodes of two. A run's seed fixes weights and data, so rows of one seed differ in
+what they send, and in nothing else. Results are saved after each run; started again, the study goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sysconfig
+import tomllib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from zeropp import Config
+from zeropp.train.config import (
+    BatchConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    Run,
+    ScheduleConfig,
+    read_run,
+)
+from zeropp.train.data import DataConfig
+from zeropp.train.models import ModelConfig
+from zeropp.train.trainer import Trainer
+from zeropp.train.world import World, join_world
+
+NODE_SIZE = 2
+TEXT_BYTES = 1_115_394  # as many as tinyshakespeare has
+ALLOWED = 0.003
+"""How far above plain FSDP2 the default may end, unless seeds differ by more."""
+
+PLAIN = "plain FSDP2"
+ROWS = {
+    PLAIN: Config.off(),
+    "qwZ": Config.off(route="two-hop", weights="int8"),
+    "hpZ": Config.off(route="two-hop", secondary=True),
+    "qgZ": Config.off(route="two-hop", gradients_in_node="int4", gradients_across="int4"),
+    "paper": Config.paper(),
+    "default": Config(),
+}
+
+
+@dataclass
+class Options:
+    """What to train; a run of the default size takes about a minute on two cores."""
+
+    steps: int = 1000
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rows: tuple[str, ...] = ()
+    """Names of rows; none: all of them."""
+    extra: Path | None = None
+    """A TOML file with more rows: a table for each, with keys as in [zeropp] of `zeropp train`."""
+    text: Path | None = None
+    """A text file; none: the first 1.1 MB of the Python standard library's sources."""
+    layers: int = 2
+    width: int = 96
+    heads: int = 3
+    sequence: int = 64
+    batch: int = 4
+    """Sequences per rank and step."""
+    learning_rate: float = 3e-3
+    folder: Path = Path("runs/convergence")
+    """For results.json and results.md."""
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    torch.set_num_threads(1)
+    logging.getLogger("zeropp").setLevel(logging.ERROR)
+    rows = choose_rows(options)
+    with join_world(timeout_seconds=600.0) as world:
+        text = prepare(options, world)
+        results = load(options, text)
+        left = [(row, seed) for seed in options.seeds for row in rows if find(results, row, seed) is None]
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
+        with Progress(
+            *columns, TimeRemainingColumn(), disable=not world.is_first, speed_estimate_period=600
+        ) as progress:
+            task = progress.add_task("", total=max(1, len(left) * options.steps))
+            for row, seed in left:
+                progress.update(task, description=f"{row}, seed {seed}")
+                result = train(
+                    make_run(options, text, rows[row], seed), world, lambda: progress.advance(task)
+                )
+                results["runs"].append({"row": row, "seed": seed, **result})
+                if world.is_first:
+                    save(options.folder / "results.json", json.dumps(results, indent=1))
+        if world.is_first:
+            table = render(results, list(rows), options.seeds)
+            save(options.folder / "results.md", table)
+            Console().print(Markdown(table))
+            print(f"results: {options.folder / 'results.json'}, {options.folder / 'results.md'}")
+
+
+def choose_rows(options: Options) -> dict[str, Config]:
+    """By name; the nodes are the same for all."""
+    known = dict(ROWS)
+    if options.extra is not None:
+        tables = tomllib.loads(options.extra.read_text())
+        known |= {name: read_run({"zeropp": table}).zeropp for name, table in tables.items()}
+    if unknown := [name for name in options.rows if name not in known]:
+        raise ValueError(f"rows has {unknown[0]!r}; expected some of {', '.join(known)}")
+    chosen = options.rows or tuple(known)
+    return {name: Config(**asdict(known[name]) | {"node_size": NODE_SIZE}) for name in chosen}
+
+
+def prepare(options: Options, world: World) -> Path:
+    """The folder, and the text in it."""
+    text = options.text or options.folder / "text.txt"
+    if world.is_first:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        if options.text is None:
+            files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+            text.write_bytes(b"".join(file.read_bytes() for file in files)[:TEXT_BYTES])
+    dist.barrier()
+    return text
+
+
+def make_run(options: Options, text: Path, config: Config, seed: int) -> Run:
+    model = ModelConfig(
+        layers=options.layers, width=options.width, heads=options.heads, context=options.sequence
+    )
+    return Run(
+        steps=options.steps,
+        seed=seed,
+        model=model,
+        data=DataConfig(source=str(text), validation_fraction=0.1),
+        batch=BatchConfig(sequence=options.sequence, size=options.batch, micro_batches=1),
+        optimizer=OptimizerConfig(learning_rate=options.learning_rate),
+        schedule=ScheduleConfig(warmup_steps=min(100, options.steps // 10)),
+        zeropp=config,
+        evaluation=EvaluationConfig(batches=64),
+    )
+
+
+def train(run: Run, world: World, advance: Callable[[], None]) -> dict[str, Any]:
+    """One run: the validation loss at its end, and at ten points on the way."""
+    trainer = Trainer(run, world)
+    curve, sent, seconds = [], 0, 0.0
+    for step in range(1, run.steps + 1):
+        result = trainer.step()
+        sent, seconds = sent + result.across_bytes, seconds + result.seconds
+        if step % max(1, run.steps // 10) == 0 or step == run.steps:
+            curve.append((step, trainer.evaluate()))
+        advance()
+    outcome = {
+        "validation_loss": curve[-1][1],
+        "curve": curve,
+        "across_bytes_per_parameter": sent / run.steps / trainer.nodes / trainer.parameters,
+        "seconds": seconds,
+        "parameters": trainer.parameters,
+    }
+    del trainer
+    gc.collect()  # the model, with the hooks that zeropp has on all optimizers
+    return outcome
+
+
+def load(options: Options, text: Path) -> dict[str, Any]:
+    """What an earlier start left; it must have been the same study. Every rank reads the same file."""
+    sizes = {name: value for name, value in asdict(options).items() if isinstance(value, (int, float))}
+    settings = sizes | {"text": str(options.text or "stdlib"), "text_bytes": text.stat().st_size}
+    path = options.folder / "results.json"
+    results: dict[str, Any] = {"settings": settings, "runs": []}
+    if path.exists():
+        results = json.loads(path.read_text())
+        if results["settings"] != settings:
+            raise ValueError(
+                f"{path} is of another study: {results['settings']}, and this one is {settings}; choose "
+                "another --folder, or remove it"
+            )
+    dist.barrier()  # before the first rank writes it
+    return results
+
+
+def save(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)  # whole, or as it was
+
+
+def find(results: dict[str, Any], row: str, seed: int) -> dict[str, Any] | None:
+    return next((run for run in results["runs"] if (run["row"], run["seed"]) == (row, seed)), None)
+
+
+def render(results: dict[str, Any], rows: list[str], seeds: tuple[int, ...]) -> str:
+    """A table in Markdown, and what it says about the default."""
+    losses = {row: [run["validation_loss"] for s in seeds if (run := find(results, row, s))] for row in rows}
+    settings = results["settings"]
+    lines = [
+        f"{settings['steps']} steps, {settings['layers']} layers of width {settings['width']}, text: "
+        f"{settings['text']} ({settings['text_bytes']:,} bytes), torch {torch.__version__}",
+        "",
+        "| | validation loss, mean | lowest to highest seed | vs plain FSDP2 | bytes across nodes |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        sent = find(results, row, seeds[0])
+        lines.append(
+            f"| {row} | {mean(losses[row]):.4f} | {min(losses[row]):.4f} to {max(losses[row]):.4f} | "
+            f"{_against_plain(losses, row)} | {sent['across_bytes_per_parameter'] if sent else 0:.2f} |"
+        )
+    lines += ["", "Bytes are sent per node, parameter and step, from the ledger."]
+    return "\n".join([*lines, "", *_verdict(losses)]) + "\n"
+
+
+def _against_plain(losses: dict[str, list[float]], row: str) -> str:
+    if PLAIN not in losses or row == PLAIN:
+        return "-"
+    return f"{mean(losses[row]) / mean(losses[PLAIN]) - 1:+.2%}"
+
+
+def _verdict(losses: dict[str, list[float]]) -> list[str]:
+    if PLAIN not in losses or "default" not in losses:
+        return []
+    difference = mean(losses["default"]) / mean(losses[PLAIN]) - 1
+    inside = min(losses[PLAIN]) <= mean(losses["default"]) <= max(losses[PLAIN])
+    return [
+        f"The default ends {difference:+.2%} from plain FSDP2 (allowed: {ALLOWED:.1%}, or inside the "
+        f"spread of plain FSDP2's seeds, where it is{'' if inside else ' not'})."
+    ]
+
+
+if __name__ == "__main__":
+    main()

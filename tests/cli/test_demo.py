@@ -1,0 +1,29 @@
+"""`zeropp demo`, which is `make train`, with few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeropp.cli import main
+
+
+def test_both_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left_over = tmp_path / "zeropp"  # an earlier demonstration is replaced
+    left_over.mkdir()
+    (left_over / "metrics.jsonl").write_text("old")
+    assert main(["demo", "--folder", str(tmp_path), "--steps", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "training on 2 nodes x 2 ranks in network namespaces" in shown
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+    plain, ours = (line for line in lines if line[:1] in (["plain-FSDP2"], ["zeropp"]))
+    assert float(ours[6]) < 0.9 < 12 < float(plain[6])  # bytes per parameter
+    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "zeropp" / "checkpoints" / "step-00000003").is_dir()
+    assert f"checkpoint of zeropp: {tmp_path / 'zeropp' / 'checkpoints' / 'step-00000003'}" in shown
+
+
+def test_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--steps", "0"]) == 1
+    assert "steps is 0; expected a positive number" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""Runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeropp.report.compare import COLUMNS, compare_lines, loss_curves, read_runs, render_compare
+from zeropp.train.metrics import MetricsFile
+from zeropp.train.records import Evaluation, RunInfo, StepRecord, Summary
+
+PARAMETERS, NODES = 1_000_000, 2
+
+
+def write_run(folder: Path, bytes_per_parameter: float, validation_loss: float) -> Path:
+    """Twenty steps from loss 5 to 2."""
+    folder.mkdir()
+    file = MetricsFile(folder)
+    file.on_start(RunInfo({"zeropp": {"weights": "int8"}}, PARAMETERS, 4, NODES, "cpu", {"torch": "0"}, 1))
+    across = round(bytes_per_parameter * PARAMETERS * NODES)
+    for step in range(1, 21):
+        loss = 5.0 - 3.0 * (step - 1) / 19
+        file.on_step(StepRecord(step, loss, 1.0, 1e-3, 0.5, 1000, 2 * across, across, None))
+    file.on_evaluation(Evaluation(20, validation_loss))
+    file.on_end(Summary(20, True, 300 * 2**20, 3 * 2**20, "checkpoint"))
+    return folder
+
+
+def test_every_run_is_held_against_the_first(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / "plain", 16.0, 2.0), write_run(tmp_path / "ours", 0.8, 1.98)])
+    header, plain, ours = compare_lines(runs)
+    assert header == list(COLUMNS)
+    assert dict(zip(COLUMNS, ours, strict=True)) == {
+        "": "ours", "steps": "20", "loss": "2.7105", "validation loss": "1.9800", "vs first": "-1.00%",
+        "bytes across nodes": "800,000", "per parameter": "0.80", "less by": "20.0x", "tokens/s": "2,000",
+        "peak MiB": "300", "zeropp keeps": "3.0",
+    }  # fmt: skip
+    assert (plain[4], plain[7]) == ("-", "-")
+
+
+def test_runs_with_equal_names_are_told_apart(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+        write_run(tmp_path / parent / "run", 1.0, 2.0)
+    assert len(read_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])) == 2
+
+
+def test_loss_curves_are_means_between_their_points(tmp_path: Path) -> None:
+    table = loss_curves(read_runs([write_run(tmp_path / "run", 1.0, 2.0)]), points=4)
+    assert list(table.columns[0].cells) == ["5", "10", "15", "20"]
+    assert next(iter(table.columns[1].cells)) == "4.6842"
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    page = render_compare(read_runs([write_run(tmp_path / "a<b", 1.0, 2.0)]))
+    assert page.count("<script") >= 2
+    assert '<script src="' not in page
+    assert "a&lt;b" in page
+    assert all(f'id="figure-{number}"' in page for number in (1, 2, 3))

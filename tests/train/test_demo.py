@@ -1,0 +1,43 @@
+"""Where the demonstration runs, and what it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeropp.lab import JobError
+from zeropp.train.demo import Lab, LocalRanks, find_place, steps_done
+from zeropp.train.metrics import FILE_NAME
+
+SCRIPT = """
+import os, sys
+with open(os.environ["OUT"] + "/" + os.environ["RANK"], "w") as file:
+    file.write(os.environ["LOCAL_WORLD_SIZE"] + " " + " ".join(sys.argv[1:]))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_lab_where_namespaces_are_possible() -> None:
+    with find_place("1gbit") as place:
+        assert isinstance(place, Lab)
+        assert place.description == "2 nodes x 2 ranks in network namespaces, 1gbit links"
+
+
+def test_four_local_ranks_play_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    place = LocalRanks("no namespaces")
+    seconds = []
+    place.run([str(script), "0"], lambda: seconds.append(1))
+    assert {(tmp_path / str(rank)).read_text() for rank in range(4)} == {"4 0 --zeropp.node-size 2"}
+    assert seconds
+    with pytest.raises(JobError, match="torchrun ended with exit code 1"):
+        place.run([str(script), "3"], lambda: None)
+
+
+def test_steps_are_counted_while_a_run_goes_on(tmp_path: Path) -> None:
+    assert steps_done(tmp_path) == 0
+    (tmp_path / FILE_NAME).write_text('{"kind": "start"}\n{"kind": "step", "step": 1}\n{"kind": "step", "st')
+    assert steps_done(tmp_path) == 2

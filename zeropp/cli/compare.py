@@ -1,0 +1,49 @@
+"""`zeropp compare`: training runs side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from ..report.compare import compare_table, read_runs, render_compare
+
+FILE_WIDTH = 170  # of tables that go to a file
+
+
+@dataclass
+class Options:
+    """Show losses and bytes of training runs side by side, and write a page with plots.
+
+    zeropp compare runs/plain runs/zeropp
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, or their metrics.jsonl; the first is what the others are compared to."""
+    html: Path = Path("compare.html")
+    """Where the page goes."""
+
+
+def main(arguments: list[str]) -> int:
+    options = tyro.cli(Options, args=arguments, prog="zeropp compare")
+    if not options.runs:
+        raise ValueError(
+            "there is no run to compare; expected folders or metrics.jsonl files of zeropp train"
+        )
+    show(options.runs, options.html)
+    return 0
+
+
+def show(paths: tuple[Path, ...], html: Path) -> None:
+    """Print the table and write the page."""
+    if not html.parent.is_dir():
+        raise ValueError(f"{html} cannot be written: {html.parent} is not a folder; make it, or name another")
+    runs = read_runs(list(paths))
+    html.write_text(render_compare(runs))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=FILE_WIDTH)
+    console.print(compare_table(runs))
+    console.print(f"report: {html}", markup=False)

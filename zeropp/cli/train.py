@@ -1,0 +1,74 @@
+"""`zeropp train`: train a model, on one rank or under torchrun on many."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from ..train.config import PRESETS, Preset, Run, read_run, read_toml
+from ..train.loop import train
+from ..train.metrics import MetricsFile
+from ..train.progress import make_progress
+from ..train.records import Listener
+from ..train.trainer import DivergedError
+from ..train.world import join_world
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a GPT, or any Hugging Face causal LM, with FSDP2 and zeropp.
+
+    Alone it is one rank; torchrun starts many, on one node or more:
+
+        torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 ... -m zeropp train --config run.toml
+    """
+
+    config: Path | None = None
+    """A TOML file; options change what it says."""
+    preset: Preset | None = None
+    """What zeropp sends, instead of the preset in the file; the options --zeropp.* change it."""
+    run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=Run)
+
+
+def main(arguments: list[str]) -> int:
+    run = parse(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with join_world(run.timeout_seconds) as world:
+        listeners: list[Listener] = []
+        if world.is_first:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            listeners = _listeners(run)
+        try:
+            train(run, world, listeners)
+        except DivergedError as error:  # on every rank alike: one of them says so
+            if world.is_first:
+                console.print(f"error: {error}", style="red", markup=False)
+            return 1
+    return 0
+
+
+def parse(arguments: list[str]) -> Run:
+    """The run that a command line describes."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--preset", choices=tuple(PRESETS))
+    found, _ = first.parse_known_args(arguments)
+    run = read_run({}, found.preset) if found.config is None else read_toml(found.config, found.preset)
+    default = Options(found.config, found.preset, run)
+    return tyro.cli(Options, args=arguments, prog="zeropp train", default=default).run
+
+
+def _listeners(run: Run) -> list[Listener]:
+    listeners: list[Listener] = [MetricsFile(run.folder), make_progress(run.steps, run.logging.every)]
+    if run.logging.tensorboard:
+        from ..train.tensorboard import TensorBoard
+
+        listeners.append(TensorBoard(run.folder / "tensorboard"))
+    return listeners

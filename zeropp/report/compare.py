@@ -1,0 +1,155 @@
+"""Training runs side by side, from their metrics files: as text for a table, and as one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.table import Table
+
+from ..train.metrics import FILE_NAME, Metrics
+from .page import HEIGHT, Figures, graph_objects, page, table
+
+COLUMNS = (
+    "",
+    "steps",
+    "loss",
+    "validation loss",
+    "vs first",
+    "bytes across nodes",
+    "per parameter",
+    "less by",
+    "tokens/s",
+    "peak MiB",
+    "zeropp keeps",
+)
+EXPLANATION = (
+    "loss: mean of the last ten steps. vs first: of the validation loss, against the first run. bytes: sent "
+    "from node to node, per node and step, from zeropp's ledger; less by: against the first run. tokens/s: "
+    "median step. peak: memory of the rank that took most (on a CPU: resident, over the start); of which "
+    "zeropp keeps node shards, pending gradients and buffers"
+)
+MIB = 2**20
+
+
+def read_runs(paths: list[Path]) -> dict[str, Metrics]:
+    """By name: the folder of a metrics.jsonl, or the name of the file; whole paths where these are equal."""
+    files = [path / FILE_NAME if path.is_dir() else path for path in paths]
+    names = [file.parent.name if file.name == FILE_NAME else file.stem for file in files]
+    if len(set(names)) < len(names):
+        names = [str(file) for file in files]
+    return {name: Metrics(file) for name, file in zip(names, files, strict=True)}
+
+
+def compare_lines(runs: Mapping[str, Metrics]) -> list[list[str]]:
+    """A header, and text for every run; the first one is what the others are compared to."""
+    first = next(iter(runs.values()))
+    lines = [list(COLUMNS)]
+    for name, run in runs.items():
+        sent, sent_first = _bytes_per_node(run), _bytes_per_node(first)
+        lines.append(
+            [
+                name,
+                str(run.steps[-1].step),
+                f"{mean(record.loss for record in run.steps[-10:]):.4f}",
+                f"{run.evaluations[-1].validation_loss:.4f}" if run.evaluations else "-",
+                _difference(run, first),
+                f"{sent:,.0f}",
+                f"{sent / run.info.parameters:.2f}",
+                f"{sent_first / sent:.1f}x" if sent and run is not first else "-",
+                f"{run.tokens_per_second:,.0f}",
+                f"{run.end.peak_bytes / MIB:,.0f}" if run.end else "-",
+                f"{run.end.communication_bytes / MIB:,.1f}" if run.end else "-",
+            ]
+        )
+    return lines
+
+
+def compare_table(runs: Mapping[str, Metrics]) -> Table:
+    header, *lines = compare_lines(runs)
+    shown = Table(caption=EXPLANATION, caption_justify="left")
+    for number, column in enumerate(header):
+        shown.add_column(column, justify="right" if number else "left")
+    for line in lines:
+        shown.add_row(*line)
+    return shown
+
+
+def loss_curves(runs: Mapping[str, Metrics], points: int = 8) -> Table:
+    """Losses at a few steps, for the terminal; each the mean of the steps since the one before."""
+    shown = Table(title="training loss, mean over the steps before")
+    shown.add_column("step", justify="right")
+    for name in runs:
+        shown.add_column(name, justify="right")
+    last = min(run.steps[-1].step for run in runs.values())
+    ends = sorted({round(last * (point + 1) / points) for point in range(points)} - {0})
+    for start, end in zip([0, *ends], ends, strict=False):
+        means = [
+            mean(record.loss for record in run.steps if start < record.step <= end) for run in runs.values()
+        ]
+        shown.add_row(str(end), *(f"{value:.4f}" for value in means))
+    return shown
+
+
+def render_compare(runs: Mapping[str, Metrics]) -> str:
+    """A page with the table, losses and bytes."""
+    figures = Figures()
+    sections = [
+        "".join(f"<p>{escape(text)}</p>" for text in _describe(runs)),
+        table(compare_lines(runs)),
+        f'<p class="note">{escape(EXPLANATION)}.</p>',
+        figures.add(_loss_figure(runs)),
+        figures.add(_validation_figure(runs)),
+        figures.add(_bytes_figure(runs)),
+    ]
+    return page("zeropp compare", ", ".join(runs), sections)
+
+
+def _describe(runs: Mapping[str, Metrics]) -> list[str]:
+    """What each run was."""
+    texts = []
+    for name, run in runs.items():
+        versions = ", ".join(f"{package} {number}" for package, number in run.info.versions.items())
+        sends = ", ".join(f"{key} {value}" for key, value in run.info.config["zeropp"].items())
+        texts.append(
+            f"{name}: {run.info.parameters:,} parameters, {run.info.ranks} ranks on {run.info.nodes} nodes, "
+            f"{run.info.device}, {versions}; zeropp: {sends}"
+        )
+    return texts
+
+
+def _bytes_per_node(run: Metrics) -> float:
+    return run.across_bytes_per_step / run.info.nodes
+
+
+def _difference(run: Metrics, first: Metrics) -> str:
+    if run is first or not run.evaluations or not first.evaluations:
+        return "-"
+    ratio = run.evaluations[-1].validation_loss / first.evaluations[-1].validation_loss
+    return f"{ratio - 1:+.2%}"
+
+
+def _loss_figure(runs: Mapping[str, Metrics]) -> Any:
+    figure = graph_objects().Figure()
+    for name, run in runs.items():
+        steps, losses = [r.step for r in run.steps], [r.loss for r in run.steps]
+        figure.add_scatter(x=steps, y=losses, mode="lines", name=name)
+    return figure.update_layout(title="Training loss", height=HEIGHT, xaxis_title="step")
+
+
+def _validation_figure(runs: Mapping[str, Metrics]) -> Any:
+    figure = graph_objects().Figure()
+    for name, run in runs.items():
+        steps, losses = [e.step for e in run.evaluations], [e.validation_loss for e in run.evaluations]
+        figure.add_scatter(x=steps, y=losses, mode="lines+markers", name=name)
+    return figure.update_layout(title="Validation loss", height=HEIGHT, xaxis_title="step")
+
+
+def _bytes_figure(runs: Mapping[str, Metrics]) -> Any:
+    figure = graph_objects().Figure()
+    figure.add_bar(x=list(runs), y=[_bytes_per_node(run) / run.info.parameters for run in runs.values()])
+    figure.update_layout(title="Bytes across nodes, per node, parameter and step", height=HEIGHT)
+    return figure.update_yaxes(type="log")

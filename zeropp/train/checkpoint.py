@@ -1,0 +1,185 @@
+"""Checkpoints: torch's DCP for tensors, JSON for the rest, written beside the training, whole or not at all.
+
+    FOLDER/checkpoints/step-00000200/            complete
+        state.json                               step, position in the data, configuration
+        __0_0.distcp, __1_0.distcp, ...          the shards of each rank
+        .metadata                                which shard is where
+    FOLDER/checkpoints/step-00000300.partial/    being written, or left by a crash
+
+[Note: Whole or not at all]
+A folder gets its final name, in one rename, after every rank's files are on the disk. Only then are older
+ones removed. So whenever the job dies, the newest folder without `.partial` is whole.
+
+[Note: Beside the training]
+`save` copies the tensors, and returns. A thread of every rank writes them, and agrees with the others over a
+gloo group of its own, so that its collectives never mix with those of the training.
+
+[Note: What is unpickled]
+DCP stores tensors with torch.save and reads them with weights_only=True; anything else it would pickle, so
+only tensors are given to it. What remains is its own index, `.metadata`, which is a pickle;
+`MetadataUnpickler` reads it and refuses every name but those that the index is made of. No code of a
+checkpoint is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from .world import World
+
+STATE_FILE = "state.json"
+PARTIAL = ".partial"
+FORMAT = 1
+MODULE = "torch.distributed.checkpoint"
+UNPICKLED = {
+    (f"{MODULE}.metadata", "Metadata"),
+    (f"{MODULE}.metadata", "StorageMeta"),
+    (f"{MODULE}.metadata", "TensorStorageMetadata"),
+    (f"{MODULE}.metadata", "ChunkStorageMetadata"),
+    (f"{MODULE}.metadata", "TensorProperties"),
+    (f"{MODULE}.metadata", "MetadataIndex"),
+    (f"{MODULE}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{MODULE}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+
+Tensors = dict[str, Any]
+"""Nested; all leaves are tensors."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Make it on every rank, and call its methods on every rank, too."""
+
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
+        self.folder = folder
+        self._keep = keep
+        self._world = world
+        self._group = dist.new_group(backend="gloo", group_desc="zeropp_checkpoints")
+        self._writing: tuple[Path, Future[Any]] | None = None
+        if world.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left_over in folder.glob(f"step-*{PARTIAL}"):
+                shutil.rmtree(left_over)
+        dist.barrier(self._group)
+
+    def last(self) -> Path | None:
+        """The newest whole one, as the first rank sees it."""
+        step = self._world.from_first(max(steps_in(self.folder), default=-1) if self._world.is_first else 0)
+        return None if step < 0 else self.path_of(step)
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+        """Start to write; the tensors may change as soon as this returns. [Note: Beside the training]"""
+        self.wait()
+        path = self.path_of(step)
+        partial = path.with_name(path.name + PARTIAL)
+        if self._world.is_first:
+            partial.mkdir(exist_ok=True)
+            _write_synced(
+                partial / STATE_FILE, json.dumps({"format": FORMAT, "step": step, **state}, indent=1)
+            )
+        writer = FileSystemWriter(partial, sync_files=True)
+        future = async_save(tensors, storage_writer=writer, process_group=self._group)
+        assert isinstance(future, Future)  # with a stager of another kind it would be something else
+        self._writing = (path, future)
+
+    def poll(self) -> None:
+        """Complete what has been written meanwhile; call it now and then."""
+        if self._writing is not None and self._writing[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is complete."""
+        if self._writing is None:
+            return
+        (path, future), self._writing = self._writing, None
+        try:
+            future.result()
+            if self._world.is_first:
+                self._complete(path)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{path} could not be written; older ones are whole. {error}") from error
+
+    def load(self, path: Path, tensors: Tensors) -> None:
+        """Fill `tensors`, which may be sharded in another way than those that were saved."""
+        try:
+            load(tensors, storage_reader=_Reader(path), process_group=self._group)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{path} could not be read: {error}") from error
+
+    def _complete(self, path: Path) -> None:
+        """See [Note: Whole or not at all]."""
+        shutil.rmtree(path, ignore_errors=True)  # of a run that was further, before an older one was resumed
+        path.with_name(path.name + PARTIAL).rename(path)
+        folder = os.open(self.folder, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+        for step in sorted(steps_in(self.folder))[: -self._keep]:
+            shutil.rmtree(self.path_of(step))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Of the whole checkpoints."""
+    matches = [re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.glob("step-*")]
+    return [int(match[1]) for match in matches if match is not None]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What is not a tensor."""
+    try:
+        state = json.loads((path / STATE_FILE).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is no checkpoint of zeropp train: {STATE_FILE}: {error}") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path / STATE_FILE} has another format than {FORMAT}: of another version?")
+    return state
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """See [Note: What is unpickled]."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in UNPICKLED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which has no place there")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"its .metadata is {type(metadata).__name__}; expected Metadata")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata

@@ -1,0 +1,110 @@
+"""The demonstration: one GPT trained twice in the same way, with plain FSDP2 and with zeropp.
+
+Two nodes of two ranks: a lab of network namespaces where the machine allows it; else local ranks play them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ..lab import Cluster, JobError, LabError
+from .config import Preset
+from .metrics import FILE_NAME
+
+NODES, RANKS_PER_NODE = 2, 2
+ROWS: dict[str, Preset] = {"plain FSDP2": "off", "zeropp": "default"}
+"""Names of the two runs, and what they send."""
+SIZE = ("--model.layers", "3", "--model.width", "128", "--model.heads", "4", "--batch.sequence", "64")
+"""About 0.7M parameters, for two cores that four ranks share."""
+
+Progress = Callable[[str, int], None]
+"""Told the name of a run and how many steps it has done."""
+
+
+class Place(Protocol):
+    """Somewhere to run a torchrun program on two nodes of two ranks."""
+
+    @property
+    def description(self) -> str: ...
+
+    def run(self, program: Sequence[str], each_second: Callable[[], None]) -> None: ...
+
+
+@dataclass
+class Lab:
+    cluster: Cluster
+    link: str
+
+    @property
+    def description(self) -> str:
+        return f"{NODES} nodes x {RANKS_PER_NODE} ranks in network namespaces, {self.link} links"
+
+    def run(self, program: Sequence[str], each_second: Callable[[], None]) -> None:
+        self.cluster.start(program).wait(each_second=each_second).check()
+
+
+@dataclass
+class LocalRanks:
+    """torchrun on this machine; zeropp is told that two ranks make a node."""
+
+    why: str
+    """There is no lab."""
+
+    @property
+    def description(self) -> str:
+        return f"{NODES * RANKS_PER_NODE} local ranks that play {NODES} nodes (no lab here: {self.why})"
+
+    def run(self, program: Sequence[str], each_second: Callable[[], None]) -> None:
+        torchrun = ("-m", "torch.distributed.run", "--standalone")
+        ranks = ("--nproc-per-node", str(NODES * RANKS_PER_NODE))
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with subprocess.Popen(
+            [sys.executable, *torchrun, *ranks, *program, "--zeropp.node-size", str(RANKS_PER_NODE)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        ) as job:
+            while job.poll() is None:
+                each_second()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(1.0)
+        if job.returncode:
+            raise JobError(f"torchrun ended with exit code {job.returncode}; what it said is above")
+
+
+@contextlib.contextmanager
+def find_place(link: str) -> Iterator[Place]:
+    """A lab, or else local ranks."""
+    with contextlib.ExitStack() as stack:
+        place: Place
+        try:
+            place = Lab(stack.enter_context(Cluster(NODES, RANKS_PER_NODE, link)), link)
+        except LabError as error:
+            place = LocalRanks(str(error).split(";")[0])
+        yield place
+
+
+def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict[str, Path]:
+    """Train both, anew; returns the folder of each."""
+    folders = {name: folder / name.replace(" ", "-") for name in ROWS}
+    for name, run_folder in folders.items():
+        shutil.rmtree(run_folder, ignore_errors=True)  # of an earlier demonstration
+        program = ["-m", "zeropp", "train", "--folder", str(run_folder), "--preset", ROWS[name], *SIZE]
+        program += ["--steps", str(steps), "--resume", "never"]
+        place.run(program, lambda name=name, path=run_folder: progress(name, steps_done(path)))  # type: ignore[misc]
+        progress(name, steps)
+    return folders
+
+
+def steps_done(folder: Path) -> int:
+    """Of a run that is going on."""
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / FILE_NAME).read_text().count('"kind": "step"')
+    return 0

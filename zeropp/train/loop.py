@@ -1,0 +1,209 @@
+"""The loop around the steps: resume, train, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..memory import PeakMemory
+from .checkpoint import Checkpoints, read_state, steps_in
+from .config import Run
+from .flops import peak_flops
+from .records import Evaluation, Listener, RunInfo, StepRecord, Summary
+from .stop import StopRequest
+from .trainer import DivergedError, Trainer
+from .world import World
+
+MUST_MATCH = ("model", "data", "seed")
+"""Of the configuration, when a run resumes; the rest may change, which is noted."""
+
+
+class ResumeError(ValueError):
+    """The checkpoint and the configuration do not belong together."""
+
+
+def train(run: Run, world: World, listeners: Sequence[Listener] = ()) -> Summary:
+    """Train to `run.steps`, or to a signal. Call it on every rank; the first one's listeners are told."""
+    told = listeners if world.is_first else ()
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        for listener in told:
+            stack.callback(listener.close)
+        return _Loop(run, world, told, stop).train()
+
+
+class _Loop:
+    def __init__(self, run: Run, world: World, listeners: Sequence[Listener], stop: StopRequest) -> None:
+        self.run, self.world, self.listeners, self.stop = run, world, listeners, stop
+        self.checkpoints = Checkpoints(run.folder / "checkpoints", run.checkpoint.keep, world)
+        checkpoint = _find_checkpoint(run, self.checkpoints, world)
+        state = None if checkpoint is None else read_state(checkpoint)
+        notes = [] if state is None else _check_same_run(state["run"], _plain(run))
+        self.memory = PeakMemory(world.device)
+        self.trainer = Trainer(run, world)
+        self.saved_step = 0
+        if checkpoint is not None and state is not None:
+            self._load(checkpoint, state)
+            notes = [f"goes on after step {state['step']} from {checkpoint}", *notes]
+        self.first_step = self.trainer.steps_done + 1
+        self.peak_flops, note = peak_flops(run.logging.peak_tflops, world.device)
+        for listener in listeners:
+            listener.on_start(self._info())
+            for text in [*notes, note]:
+                listener.on_note(text)
+
+    def train(self) -> Summary:
+        try:
+            is_stopped = self._train_and_save()
+        except DivergedError:
+            self.checkpoints.wait()  # on every rank alike; what is being written is the last good one
+            raise
+        self.checkpoints.wait()
+        if is_stopped:
+            name = self.stop.received.name if self.stop.received is not None else "a signal to another rank"
+            self._tell("on_note", f"stopped by {name} after step {self.trainer.steps_done}, which is saved")
+        summary = self._summary()
+        self._tell("on_end", summary)
+        return summary
+
+    def _train_and_save(self) -> bool:
+        """Up to the last step, or to a signal: then True."""
+        is_stopped = False
+        while self.trainer.steps_done < self.run.steps and not is_stopped:
+            is_first = self.trainer.steps_done == self.first_step - 1
+            is_stopped = self._step()
+            if is_first:
+                self.memory.restart()  # it compiled kernels, and took memory for that
+            step, is_last = self.trainer.steps_done, self.trainer.steps_done == self.run.steps
+            if is_last or _is_due(step, self.run.evaluation.every):
+                self._evaluate()
+            if is_last or is_stopped or _is_due(step, self.run.checkpoint.every):
+                self._save()
+            self.checkpoints.poll()
+        return is_stopped
+
+    def _step(self) -> bool:
+        """Whether all ranks know that the run shall stop."""
+        result = self.trainer.step(stop_requested=self.stop.received is not None)
+        tokens, used = self.trainer.tokens_per_step, None
+        if self.peak_flops is not None:
+            flops = tokens * self.trainer.flops_per_token / result.seconds
+            used = flops / (self.peak_flops * self.world.size)
+        record = StepRecord(
+            self.trainer.steps_done,
+            result.loss,
+            result.grad_norm,
+            result.learning_rate,
+            result.seconds,
+            tokens,
+            result.wire_bytes,
+            result.across_bytes,
+            used,
+        )
+        self._tell("on_step", record)
+        return result.stop_requested
+
+    def _evaluate(self) -> None:
+        self._tell("on_evaluation", Evaluation(self.trainer.steps_done, self.trainer.evaluate()))
+
+    def _save(self) -> None:
+        state = {
+            "run": _plain(self.run),
+            "data": self.trainer.data.state_dict(),
+            "ranks": self.world.size,
+        }
+        self.checkpoints.save(self.trainer.steps_done, self.trainer.tensors(), state)
+        self.saved_step = self.trainer.steps_done
+
+    def _load(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        tensors = self.trainer.tensors()
+        self.checkpoints.load(checkpoint, tensors)
+        self.trainer.load_tensors(tensors)
+        self.trainer.data.load_state_dict(state["data"])
+        self.trainer.steps_done = self.saved_step = state["step"]
+
+    def _info(self) -> RunInfo:
+        return RunInfo(
+            config=_plain(self.run),
+            parameters=self.trainer.parameters,
+            ranks=self.world.size,
+            nodes=self.trainer.nodes,
+            device=_device_name(self.world.device),
+            versions={name: version(name) for name in ("zeropp", "torch")},
+            first_step=self.first_step,
+        )
+
+    def _summary(self) -> Summary:
+        peak, kept = self.world.max(self.memory.bytes, self.trainer.zpp.communication_bytes)
+        return Summary(
+            step=self.trainer.steps_done,
+            is_complete=self.trainer.steps_done == self.run.steps,
+            peak_bytes=round(peak),
+            communication_bytes=round(kept),
+            checkpoint=str(self.checkpoints.path_of(self.saved_step)),
+        )
+
+    def _tell(self, method: str, what: object) -> None:
+        for listener in self.listeners:
+            getattr(listener, method)(what)
+
+
+def _find_checkpoint(run: Run, checkpoints: Checkpoints, world: World) -> Path | None:
+    if run.resume == "auto":
+        return checkpoints.last()
+    if run.resume == "never":
+        if world.from_first(len(steps_in(checkpoints.folder))):
+            raise ResumeError(
+                f"{run.folder} has checkpoints and resume is 'never'; go on from them with --resume auto, or "
+                "choose another --folder"
+            )
+        return None
+    if not Path(run.resume).is_dir():
+        raise ResumeError(f"resume is {run.resume!r}; expected 'auto', 'never' or the folder of a checkpoint")
+    return Path(run.resume)
+
+
+def _check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What changed, in words; an error if it may not change."""
+    saved_values, values = _flatten(saved), _flatten(now)
+    changed = {
+        key: f"{key} was {saved_values.get(key)!r} and is {value!r}"
+        for key, value in values.items()
+        if saved_values.get(key) != value and key not in ("folder", "resume")
+    }
+    if wrong := [text for key, text in changed.items() if key.split(".")[0] in MUST_MATCH]:
+        raise ResumeError(
+            f"the checkpoint is of another run: {'; '.join(wrong)}. Use the same values, or another --folder"
+        )
+    return [f"changed since the checkpoint: {text}" for text in changed.values()]
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= (
+            _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        )
+    return flat
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    """As JSON gives it back."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(run), default=str))
+    return plain
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
