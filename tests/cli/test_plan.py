@@ -36,14 +36,16 @@ def test_it_prints_a_plan_and_writes_numbers_report_and_timeline(
 def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     assert main([*SMALL, "--link-gbit-s", "1", "--recommend", "--json", str(path)]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     numbers = json.loads(path.read_text())
     rows = {option["row"]: option["step_seconds"] for option in numbers["options"]}
     assert set(rows) == {"fsdp2", "fsdp2-reshard", "hsdp", "qwz", "hpz", "qgz", "paper", "default"}
     fastest = numbers["options"][0]
     assert fastest["step_seconds"] == min(rows.values())
     assert f"Use {fastest['title']}" in shown
-    assert "Gbit/s FSDP2 as it comes" in shown
+    why, until, larger = numbers["sentences"]
+    assert all(f"- {sentence}" in shown for sentence in (why, until, larger))
+    assert "FSDP2 as it comes (fp32)" in until
     assert main([*SMALL, "--sweep", "link=1/100,nodes=2/3"]) == 0
     assert "tokens/s, 3 nodes" in capsys.readouterr().out
 
