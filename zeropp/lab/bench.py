@@ -109,38 +109,40 @@ class _Bench:
 
     def calibrate(self) -> None:
         """Find the link rate; see [Note: Order]."""
-        self._advance("measuring compute", 0)
-        self._build(COMPUTE, UNLIMITED, 1)
-        compute_seconds = _median_seconds(self._steps(8, 1))
-        self._advance("measuring the baseline", 10)
-        parameters = self._build(find_row(BASELINE), UNLIMITED, 1)
-        self.results.parameters = parameters
+        self._advance("measuring compute and the baseline", 0)
+        compute_seconds = self._compute_seconds()
+        self.results.parameters = self._build(find_row(BASELINE), UNLIMITED, 1)
+        self._advance("", 10)
         if self.settings.link is not None:
             self._advance("", 40)
             return
         share = SHARES[self.settings.regime]
-        wanted_seconds = compute_seconds / (1 - share)
         open_run = self._steps(4, 1)
         bits = 8 * max(run["tx_bytes"] for run in open_run) / 4
-        fixed_seconds = _median_seconds(open_run)
-        if fixed_seconds > wanted_seconds * (1 + SHARE_TOLERANCE):
+        open_seconds = _median_seconds(open_run)
+        if open_seconds > compute_seconds / (1 - share) * (1 + SHARE_TOLERANCE):
             raise ValueError(
                 f"regime {self.settings.regime!r} cannot be reached: the baseline's step takes "
-                f"{fixed_seconds * 1e3:.0f} ms on open links and {compute_seconds * 1e3:.0f} ms of it is "
+                f"{open_seconds * 1e3:.0f} ms on open links and {compute_seconds * 1e3:.0f} ms of it is "
                 f"compute, so more than {share:.0%} is communication at any rate; give each micro-batch more "
                 f"to compute: workload.batch is {self.settings.workload.batch}"
             )
-        link_bit_s = bits / (wanted_seconds - compute_seconds)
+        other_seconds = 0.0  # neither compute nor line time; does not depend on the rate
         for _ in range(CALIBRATION_ROUNDS):
-            self.results.link_bit_s = round(link_bit_s)
-            self._set_links(self._link())
+            wanted_seconds = compute_seconds / (1 - share)
+            line_seconds = max(wanted_seconds - compute_seconds - other_seconds, 0.02 * wanted_seconds)
+            self.results.link_bit_s = round(bits / line_seconds)
+            self._build(find_row(BASELINE), self._link(), 1)
             seconds = _median_seconds(self._steps(4, 1))
+            compute_seconds = self._compute_seconds()  # again: a machine is not as fast all the time
             self._advance(f"finding the link rate for {share:.0%} communication", 8)
             if abs(1 - compute_seconds / seconds - share) < SHARE_TOLERANCE / 2:
                 break
-            # What is neither compute nor line time does not depend on the rate.
-            other_seconds = seconds - compute_seconds - bits / link_bit_s
-            link_bit_s = bits / max(wanted_seconds - compute_seconds - other_seconds, 0.02 * wanted_seconds)
+            other_seconds = seconds - compute_seconds - line_seconds
+
+    def _compute_seconds(self) -> float:
+        self._build(COMPUTE, UNLIMITED, 1)
+        return _median_seconds(self._steps(8, 1))
 
     def learn(self) -> None:
         """Losses of all rows, on open links."""

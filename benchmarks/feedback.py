@@ -1,0 +1,82 @@
+"""Error feedback, step by step: which moving average to keep (`AVERAGE` in zeropp/comm/feedback.py).
+
+    python benchmarks/feedback.py
+
+Encodes 60 gradients as int4, one after the other, with feedback and without. Prints the relative error of
+their sum, which feedback is for, and that of a single step, which it costs. One process, seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from zeropp.comm import feedback
+from zeropp.quant import BlockCodec, BlockFormat
+
+NUMEL, STEPS, BLOCK_SIZE = 1 << 15, 60, 128
+
+
+@dataclass
+class Options:
+    """What to compare."""
+
+    averages: tuple[float, ...] = (1.0, 0.5, 0.2)
+    """Shares of the last error in the moving average."""
+
+
+def all_gradients() -> dict[str, list[Tensor]]:
+    """A mean that stays, and noise, in every step."""
+    torch.manual_seed(0)
+    mean = torch.randn(1, NUMEL)
+    heavy = torch.distributions.StudentT(torch.tensor(3.0))
+    return {
+        "steady: noise of 0.3 times the mean": [mean + 0.3 * torch.randn(1, NUMEL) for _ in range(STEPS)],
+        "noisy: noise of 3 times the mean": [mean + 3 * torch.randn(1, NUMEL) for _ in range(STEPS)],
+        "heavy: Student's t with 3 degrees": [mean + 3 * heavy.sample((1, NUMEL)) for _ in range(STEPS)],
+    }
+
+
+def errors(given: list[Tensor], average: float | None) -> tuple[float, float]:
+    """Relative errors of the sum, and of one step (the mean over all); None: without feedback."""
+    codec = BlockCodec(BlockFormat(4, BLOCK_SIZE))
+    kept = feedback.Feedback(BLOCK_SIZE)
+    feedback.AVERAGE = average or 1.0
+    total, single = torch.zeros(1, NUMEL), 0.0
+    for gradient in given:
+        sums, sent = gradient.clone(), torch.empty(1, codec.row_bytes(NUMEL), dtype=torch.uint8)
+        if average is not None:
+            kept.add_to(0, sums)
+        codec.encode(sums, sent)
+        decoded = torch.empty(1, NUMEL)
+        codec.decode(sent, decoded)
+        if average is not None:
+            kept.keep(0, sums, sent, codec)
+        total += decoded
+        single += relative(decoded, gradient) / STEPS
+    return relative(total, torch.stack(given).sum(0)), single
+
+
+def relative(actual: Tensor, exact: Tensor) -> float:
+    return float((actual - exact).norm() / exact.norm())
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    torch.set_num_threads(1)
+    table = Table("gradients", "feedback", "error of the sum", "error of a step", title="int4, block 128")
+    for kind, given in all_gradients().items():
+        for average in (None, *options.averages):
+            of_sum, of_step = errors(given, average)
+            table.add_row(kind, "-" if average is None else f"{average}", f"{of_sum:.4f}", f"{of_step:.4f}")
+        table.add_section()
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
