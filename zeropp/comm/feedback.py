@@ -6,8 +6,8 @@ encoded. So an error is not lost but late, and errors of many steps do not add u
     kept'    = (1 - AVERAGE) * kept + AVERAGE * (sums - decode(sent))
 
 `kept` is a moving average (as in LoCo), in 8 bits, of the shape of the node slice [N, S]. It is in the space
-that the hop encodes in: rotated, if gradients are. With AVERAGE = 1 a single step has 1.4 times the error that
-it has without feedback, with 0.5 it has 1.15 times, and sums over many steps are almost as exact as with 1
+that the hop encodes in: rotated, if gradients are. With AVERAGE = 1 a single step has 1.4 times the error
+that it has without feedback, with 0.5 1.15 times, and sums over many steps are almost as exact as with 1
 (benchmarks/feedback.py).
 
 [Note: Reset]
