@@ -28,7 +28,15 @@ from zeropp.quant import cpu
 from zeropp.quant.formats import BlockFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = {"int8": BlockFormat(bits=8, block_size=256), "int4": BlockFormat(bits=4, block_size=128)}
+FormatName = Literal["int8", "int4", "int8 rotated", "int4 rotated", "int8 stochastic", "int4 stochastic"]
+FORMATS: dict[FormatName, BlockFormat] = {
+    "int8": BlockFormat(8, 256),
+    "int4": BlockFormat(4, 128),
+    "int8 rotated": BlockFormat(8, 256, rotate=True),
+    "int4 rotated": BlockFormat(4, 128, rotate=True),
+    "int8 stochastic": BlockFormat(8, 256, stochastic=True),
+    "int4 stochastic": BlockFormat(4, 128, stochastic=True),
+}
 ROWS = 8
 
 
@@ -39,7 +47,7 @@ class Options:
     millions: tuple[int, ...] = (1, 16, 64)
     """Elements per buffer, in units of 2^20."""
     threads: tuple[int, ...] = (1, 2)
-    formats: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
+    formats: tuple[FormatName, ...] = tuple(FORMATS)
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
     senders: tuple[int, ...] = (2, 4, 8)
     """Of decode_sum and recode."""
@@ -57,7 +65,7 @@ class Group:
 
     threads: int
     elements: int
-    format: str
+    format: FormatName
     dtype: str
 
 
@@ -139,13 +147,13 @@ def make_operations(group: Group, options: Options) -> Iterator[Operation]:
     out = torch.ones_like(values)
     encoded = torch.ones(max(options.senders), ROWS, fmt.row_bytes(numel), dtype=torch.uint8)
     for sender in encoded:
-        cpu.encode(fmt, values, sender)
+        cpu.encode(fmt, values, sender, seed=0)
     recoded = torch.ones_like(encoded[0])
 
     value_bytes, encoded_bytes = nbytes(values), nbytes(encoded[0])
     one_way = value_bytes + encoded_bytes
-    yield Operation("encode", one_way, partial(cpu.encode, fmt, values, recoded))
-    yield Operation("encode, ordered", one_way, partial(cpu.encode, fmt, values, recoded, order))
+    yield Operation("encode", one_way, partial(cpu.encode, fmt, values, recoded, seed=0))
+    yield Operation("encode, ordered", one_way, partial(cpu.encode, fmt, values, recoded, order, seed=0))
     yield Operation("decode", one_way, partial(cpu.decode, fmt, encoded[0], out))
     yield Operation("decode, ordered", one_way, partial(cpu.decode, fmt, encoded[0], out, order))
     for k in options.senders:
@@ -159,7 +167,7 @@ def make_operations(group: Group, options: Options) -> Iterator[Operation]:
             yield Operation(
                 f"recode of {k}",
                 (k + 1) * encoded_bytes,
-                partial(cpu.recode, fmt, encoded[:k], fmt, recoded, numel, 1 / 8),
+                partial(cpu.recode, fmt, encoded[:k], fmt, recoded, numel, 1 / 8, seed=0),
             )
 
 

@@ -24,17 +24,32 @@ REPRESENTATIVE = [
     aot.recode_variant(bits=8, into_bits=4, block_size=128, senders=8),
     aot.recode_variant(bits=4, into_bits=4, block_size=128, senders=3),
 ]
+ROTATED = [
+    aot.encode_variant("bf16", bits=8, block_size=128, rotated=True, stochastic=True),
+    aot.decode_variant("fp32", bits=4, block_size=128, senders=4, rotated=True),
+    aot.recode_variant(bits=8, into_bits=4, block_size=128, senders=4, rotation=1, stochastic=True),
+]
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize("variant", REPRESENTATIVE, ids=lambda variant: str(variant.name))
 def test_compiles_well(variant: aot.Variant, target: str) -> None:
+    check(variant, target, most_registers=128)  # 512 threads on a multiprocessor, or more
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])  # they take long
+@pytest.mark.parametrize("variant", ROTATED, ids=lambda variant: str(variant.name))
+def test_rotation_and_noise_compile_well(variant: aot.Variant, target: str) -> None:
+    check(variant, target, most_registers=168)  # three programs on a quarter of an AMD compute unit
+
+
+def check(variant: aot.Variant, target: str, most_registers: int) -> None:
     report = aot.compile_variant(variant, target)
     assert report.missing == ""
     assert report.spills == 0
     assert report.load_bits == 128
     assert report.registers is not None
-    assert report.registers <= 128  # 512 threads on a multiprocessor, or more
+    assert report.registers <= most_registers
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)

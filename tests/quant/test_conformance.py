@@ -30,8 +30,13 @@ class Implementation:
     """Per test; lower it for an implementation that is slow to run."""
     max_numel: int
     """Of a row."""
+    option_examples: int = 12
+    """Of these, for formats that rotate or round at random: they share most of the code with the others."""
     shares_work: bool = False
     """Between threads, if rows are long."""
+
+    def examples(self, option: str) -> int:
+        return min(self.option_examples, self.max_examples) if option else self.max_examples
 
 
 IMPLEMENTATIONS = [Implementation("cpu", cpu, max_examples=40, max_numel=10_000, shares_work=True)]
@@ -39,6 +44,12 @@ IMPLEMENTATIONS = [Implementation("cpu", cpu, max_examples=40, max_numel=10_000,
 BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 AWKWARD_SIZES = (0, 1, 2, 31, 32, 33, 97, 127, 128, 129, 255, 256, 257, 1021, 4095, 4096, 4097, 8191)
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+OPTIONS = {
+    "": {},
+    "rotated": {"rotate": True},
+    "stochastic": {"stochastic": True},
+    "rotated, stochastic": {"rotate": True, "stochastic": True},
+}
 
 
 @dataclass(frozen=True)
@@ -52,20 +63,33 @@ class Case:
     gap: int
     """Elements before the first row and after each row."""
     order: list[int] | None
+    offset: int = 0
+
+    @property
+    def noise(self) -> dict[str, int]:
+        return {"seed": self.seed, "offset": self.offset}
 
 
 @st.composite
-def cases(draw: st.DrawFn, implementation: Implementation, bits: int) -> Case:
+def formats(draw: st.DrawFn, bits: int, option: str) -> BlockFormat:
+    """Those with every block size that the option allows."""
+    sizes = BLOCK_SIZES[1:] if "rotated" in option else BLOCK_SIZES
+    return BlockFormat(bits, draw(st.sampled_from(sizes)), **OPTIONS[option])
+
+
+@st.composite
+def cases(draw: st.DrawFn, implementation: Implementation, bits: int, option: str) -> Case:
     sizes = st.sampled_from(AWKWARD_SIZES) | st.integers(0, implementation.max_numel)
     rows = draw(st.integers(1, 5))
     return Case(
         implementation=implementation,
-        fmt=BlockFormat(bits, draw(st.sampled_from(BLOCK_SIZES))),
+        fmt=draw(formats(bits, option)),
         rows=rows,
         numel=min(draw(sizes), implementation.max_numel),
         seed=draw(st.integers(0, 2**16)),
         gap=draw(st.sampled_from((0, 1, 3, 16))),
         order=draw(st.none() | st.permutations(range(rows))),
+        offset=draw(st.sampled_from((0, 4096, 2**32 - 64))),
     )
 
 
@@ -75,28 +99,30 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     return request.param
 
 
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_encode(implementation: Implementation, bits: int, dtype: torch.dtype) -> None:
-    @settings(max_examples=implementation.max_examples, deadline=None, derandomize=True)
-    @given(cases(implementation, bits))
+def test_encode(implementation: Implementation, bits: int, dtype: torch.dtype, option: str) -> None:
+    @settings(max_examples=implementation.examples(option), deadline=None, derandomize=True)
+    @given(cases(implementation, bits, option))
     def check(case: Case) -> None:
         source = make_source(case, dtype)
         row_bytes = case.fmt.row_bytes(case.numel)
         expected, expected_view = make_out(case, torch.uint8, row_bytes)
         actual, actual_view = make_out(case, torch.uint8, row_bytes)
-        reference.encode(case.fmt, source, expected_view, case.order)
-        implementation.module.encode(case.fmt, source, actual_view, case.order)
+        reference.encode(case.fmt, source, expected_view, case.order, **case.noise)
+        implementation.module.encode(case.fmt, source, actual_view, case.order, **case.noise)
         assert_same_bits(actual, expected)
 
     check()
 
 
+@pytest.mark.parametrize("option", ["", "rotated"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_decode(implementation: Implementation, bits: int, dtype: torch.dtype) -> None:
-    @settings(max_examples=implementation.max_examples, deadline=None, derandomize=True)
-    @given(cases(implementation, bits), st.sampled_from(FLOAT_DTYPES))
+def test_decode(implementation: Implementation, bits: int, dtype: torch.dtype, option: str) -> None:
+    @settings(max_examples=implementation.examples(option), deadline=None, derandomize=True)
+    @given(cases(implementation, bits, option), st.sampled_from(FLOAT_DTYPES))
     def check(case: Case, source_dtype: torch.dtype) -> None:
         encoded = make_encoded(case, source_dtype, senders=1)[0]
         expected, expected_view = make_out(case, dtype, case.numel)
@@ -108,13 +134,16 @@ def test_decode(implementation: Implementation, bits: int, dtype: torch.dtype) -
     check()
 
 
+@pytest.mark.parametrize("option", ["", "rotated"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("dtype", "accumulate"), [*((dtype, False) for dtype in FLOAT_DTYPES), (torch.float32, True)]
 )
-def test_decode_sum(implementation: Implementation, bits: int, dtype: torch.dtype, accumulate: bool) -> None:
-    @settings(max_examples=implementation.max_examples, deadline=None, derandomize=True)
-    @given(cases(implementation, bits), st.integers(1, 17), factors())
+def test_decode_sum(
+    implementation: Implementation, bits: int, dtype: torch.dtype, accumulate: bool, option: str
+) -> None:
+    @settings(max_examples=implementation.examples(option), deadline=None, derandomize=True)
+    @given(cases(implementation, bits, option), st.integers(1, 17), factors())
     def check(case: Case, senders: int, factor: float) -> None:
         encoded = make_encoded(case, torch.float32, senders)
         expected, expected_view = make_out(case, dtype, case.numel)
@@ -126,40 +155,55 @@ def test_decode_sum(implementation: Implementation, bits: int, dtype: torch.dtyp
     check()
 
 
+@pytest.mark.parametrize(
+    ("option", "into_option"),
+    [
+        ("", ""),
+        ("rotated", "rotated"),
+        ("", "rotated, stochastic"),
+        ("rotated", ""),
+        ("rotated", "rotated, stochastic"),
+    ],
+)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("into_bits", [8, 4])
-def test_recode(implementation: Implementation, bits: int, into_bits: int) -> None:
-    @settings(max_examples=implementation.max_examples, deadline=None, derandomize=True)
-    @given(cases(implementation, bits), st.sampled_from(BLOCK_SIZES), st.integers(1, 17), factors())
-    def check(case: Case, into_block_size: int, senders: int, factor: float) -> None:
-        into = BlockFormat(into_bits, into_block_size)
+def test_recode(
+    implementation: Implementation, bits: int, into_bits: int, option: str, into_option: str
+) -> None:
+    @settings(max_examples=implementation.examples(into_option), deadline=None, derandomize=True)
+    @given(
+        cases(implementation, bits, option), formats(into_bits, into_option), st.integers(1, 17), factors()
+    )
+    def check(case: Case, into: BlockFormat, senders: int, factor: float) -> None:
         encoded = make_encoded(case, torch.float32, senders)
         expected, expected_view = make_out(case, torch.uint8, into.row_bytes(case.numel))
         actual, actual_view = make_out(case, torch.uint8, into.row_bytes(case.numel))
-        reference.recode(case.fmt, encoded, into, expected_view, case.numel, factor)
-        implementation.module.recode(case.fmt, encoded, into, actual_view, case.numel, factor)
+        reference.recode(case.fmt, encoded, into, expected_view, case.numel, factor, **case.noise)
+        implementation.module.recode(case.fmt, encoded, into, actual_view, case.numel, factor, **case.noise)
         assert_same_bits(actual, expected)
 
     check()
 
 
-def test_shares_of_threads(implementation: Implementation) -> None:
+@pytest.mark.parametrize("option", ["", "rotated, stochastic"])
+def test_shares_of_threads(implementation: Implementation, option: str) -> None:
     """Rows long enough to be shared by two threads, and four threads calling at once."""
     numel = 300_001
     if not implementation.shares_work:
         pytest.skip(f"{implementation.name} does not share work")
-    case = Case(implementation, BlockFormat(8, 256), rows=3, numel=numel, seed=0, gap=1, order=[1, 2, 0])
-    source, into = make_source(case, torch.bfloat16), BlockFormat(4, 128)
+    fmt, into = BlockFormat(8, 256, **OPTIONS[option]), BlockFormat(4, 128, **OPTIONS[option])
+    case = Case(implementation, fmt, rows=3, numel=numel, seed=0, gap=1, order=[1, 2, 0])
+    source = make_source(case, torch.bfloat16)
 
     def run(module: ModuleType) -> list[Tensor]:
         encoded = torch.zeros(3, case.fmt.row_bytes(numel), dtype=torch.uint8)
-        module.encode(case.fmt, source, encoded, case.order)
+        module.encode(case.fmt, source, encoded, case.order, **case.noise)
         decoded, summed = torch.zeros_like(source), torch.zeros_like(source)
         module.decode(case.fmt, encoded, decoded, case.order)
         senders = torch.stack([encoded, encoded.flip(0)])
         module.decode_sum(case.fmt, senders, summed, 0.5)
         recoded = torch.zeros(3, into.row_bytes(numel), dtype=torch.uint8)
-        module.recode(case.fmt, senders, into, recoded, numel, 0.5)
+        module.recode(case.fmt, senders, into, recoded, numel, 0.5, **case.noise)
         return [encoded, decoded, summed, recoded]
 
     expected = run(reference)
@@ -229,7 +273,8 @@ def make_encoded(case: Case, source_dtype: torch.dtype, senders: int) -> Tensor:
     strides = (case.rows * (row_bytes + gap) + gap, row_bytes + gap, 1)
     encoded = flat.as_strided((senders, case.rows, row_bytes), strides, gap)
     for sender, rows in enumerate(encoded):
-        reference.encode(case.fmt, make_source(replace(case, seed=case.seed + sender), source_dtype), rows)
+        source = make_source(replace(case, seed=case.seed + sender), source_dtype)
+        reference.encode(case.fmt, source, rows, None, **case.noise)
     if case.seed % 4 == 0:
         encoded[-1] = torch.randint(256, encoded[-1].shape, generator=generator).to(torch.uint8)
     return encoded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeropp.quant import BlockFormat, cpu
+from zeropp.quant import BlockFormat, cpu, cpu_blocks, cpu_instructions, cpu_kernels
 
 ENCODE = """
 import torch
@@ -36,6 +37,12 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert hits_and_misses == [["0", "1"], ["1", "0"]]
+
+
+def test_a_change_to_what_is_inlined_changes_the_file_that_numba_looks_at() -> None:
+    """See [Note: Cache] in cpu_kernels.py. Write the new sum there, and the kernels are compiled again."""
+    inlined = b"".join(Path(str(module.__file__)).read_bytes() for module in (cpu_blocks, cpu_instructions))
+    assert hashlib.sha256(inlined).hexdigest() == cpu_kernels.INLINED_SHA256
 
 
 def test_what_it_would_do_wrong_is_refused() -> None:

@@ -48,7 +48,7 @@ else:
     # Imported, the conformance tests run here too, with the `implementation` below.
     __all__ = ["test_decode", "test_decode_sum", "test_encode", "test_recode"]
 
-    GPU = Implementation("gpu", gpu, max_examples=4, max_numel=5000)
+    GPU = Implementation("gpu", gpu, max_examples=4, max_numel=5000, option_examples=2)
 
     @pytest.fixture
     def implementation() -> Implementation:

@@ -59,7 +59,7 @@ def test_error_is_within_half_a_step(
     if fmt.bits == 4:  # the side opposite to the extreme has one code less
         clipped = error > half_step + rounding
         assert (x[clipped].double().abs() > 7.4 * step[clipped]).all()
-        half_step = torch.where(clipped, 1.01 * step, half_step)
+        half_step = torch.where(clipped, 1.03 * step, half_step)  # up to 8 steps, cut to 7 of up to 0.4% less
     assert (error <= half_step + rounding).all()
 
 

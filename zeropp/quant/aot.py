@@ -27,7 +27,9 @@ from triton.backends.compiler import (  # type: ignore[import-not-found, import-
 )
 
 from . import gpu_kernels
-from .gpu import AMD_WARP, LARGEST_FP32, LAUNCH, NVIDIA_WARP, THREADS
+from .gpu import AMD_WARP, LAUNCH, NVIDIA_WARP, THREADS
+from .gpu_numbers import TILE
+from .rotation import LARGEST_FP32
 
 TargetName = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 TARGETS: dict[str, GPUTarget] = {
@@ -112,24 +114,52 @@ def variants(block_sizes: Sequence[int]) -> Iterator[Variant]:
                 yield recode_variant(bits, 4, block_size, senders)
         yield encode_variant("bf16", 8, block_size, odd_rows=True)
         yield decode_variant("bf16", 8, block_size, odd_rows=True)
+        yield encode_variant("bf16", 8, block_size, rotated=True)
+        yield encode_variant("bf16", 8, block_size, stochastic=True)
+        yield encode_variant("fp32", 4, block_size, rotated=True, stochastic=True)
+        yield decode_variant("fp32", 4, block_size, senders=4, rotated=True)
+        yield recode_variant(8, 4, block_size, senders=4, rotation=1)
+        yield recode_variant(8, 4, block_size, senders=4, stochastic=True)
 
 
-def encode_variant(dtype: str, bits: int, block_size: int, odd_rows: bool = False) -> Variant:
+def encode_variant(
+    dtype: str,
+    bits: int,
+    block_size: int,
+    odd_rows: bool = False,
+    rotated: bool = False,
+    stochastic: bool = False,
+) -> Variant:
+    marks = {"odd rows": odd_rows, "rotated": rotated, "stochastic": stochastic}
     return Variant(
-        name=f"encode {dtype} to int{bits}, block {block_size}{', odd rows' if odd_rows else ''}",
+        name=f"encode {dtype} to int{bits}, block {block_size}{_listed(marks)}",
         kernel=gpu_kernels.encode_kernel,
         pointers={"source": dtype, "out": "u8"},
-        constants={"order": None, "bits": bits, "block_size": block_size, "largest": LARGEST[dtype]},
+        constants={
+            "order": None,
+            "bits": bits,
+            "block_size": block_size,
+            "rotated": rotated,
+            "stochastic": stochastic,
+            "largest": LARGEST["fp32" if rotated else dtype],
+        },
         odd_rows=odd_rows,
     )
 
 
 def decode_variant(
-    dtype: str, bits: int, block_size: int, senders: int = 1, accumulate: bool = False, odd_rows: bool = False
+    dtype: str,
+    bits: int,
+    block_size: int,
+    senders: int = 1,
+    accumulate: bool = False,
+    odd_rows: bool = False,
+    rotated: bool = False,
 ) -> Variant:
     what = "decode" if senders == 1 else f"decode_sum{' accumulate' if accumulate else ''} k={senders}"
+    marks = {"odd rows": odd_rows, "rotated": rotated}
     return Variant(
-        name=f"{what} int{bits} to {dtype}, block {block_size}{', odd rows' if odd_rows else ''}",
+        name=f"{what} int{bits} to {dtype}, block {block_size}{_listed(marks)}",
         kernel=gpu_kernels.decode_kernel,
         pointers={"encoded": "u8", "out": dtype},
         constants={
@@ -137,15 +167,20 @@ def decode_variant(
             "senders": senders,
             "bits": bits,
             "block_size": block_size,
+            "rotated": rotated,
+            "largest": LARGEST[dtype if rotated else "fp32"],
             "accumulate": accumulate,
         },
         odd_rows=odd_rows,
     )
 
 
-def recode_variant(bits: int, into_bits: int, block_size: int, senders: int) -> Variant:
+def recode_variant(
+    bits: int, into_bits: int, block_size: int, senders: int, rotation: int = 0, stochastic: bool = False
+) -> Variant:
+    marks = {"rotated": rotation == 1, "turned back": rotation == -1, "stochastic": stochastic}
     return Variant(
-        name=f"recode k={senders} int{bits} to int{into_bits}, block {block_size}",
+        name=f"recode k={senders} int{bits} to int{into_bits}, block {block_size}{_listed(marks)}",
         kernel=gpu_kernels.recode_kernel,
         pointers={"encoded": "u8", "out": "u8"},
         constants={
@@ -154,9 +189,14 @@ def recode_variant(bits: int, into_bits: int, block_size: int, senders: int) -> 
             "block_size": block_size,
             "into_bits": into_bits,
             "into_block_size": block_size,
-            "largest": LARGEST_FP32,
+            "rotation": rotation,
+            "stochastic": stochastic,
         },
     )
+
+
+def _listed(marks: Mapping[str, bool]) -> str:
+    return "".join(f", {name}" for name, present in marks.items() if present)
 
 
 def compile_variant(variant: Variant, target_name: str) -> Report:
@@ -170,6 +210,7 @@ def compile_variant(variant: Variant, target_name: str) -> Report:
     signature |= {name: f"*{element}" for name, element in variant.pointers.items()}
     odd = {"numel", *(f"{name}_stride" for name, element in variant.pointers.items() if element != "u8")}
     aligned = {name for name in names if signature[name] == "i64" or signature[name].startswith("*")}
+    aligned -= {"seed_key", "offset"}
     if variant.odd_rows:
         aligned -= odd
     source = triton.compiler.ASTSource(
@@ -248,7 +289,7 @@ def _per_element(assembly: str, instruction: str) -> float | None:
         if re.search(instruction, line):
             count += 1
             after_label = False
-    return count * THREADS / int(gpu_kernels.TILE.value)
+    return count * THREADS / int(TILE.value)
 
 
 def _number(pattern: str, text: str) -> int:

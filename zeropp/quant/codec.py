@@ -116,13 +116,13 @@ class BlockCodec(Codec):
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        implementation_for(source, self.fmt).encode(self.fmt, source, out, order, seed, offset)
+        implementation_for(source).encode(self.fmt, source, out, order, seed, offset)
 
     def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        implementation_for(out, self.fmt).decode(self.fmt, encoded, out, order)
+        implementation_for(out).decode(self.fmt, encoded, out, order)
 
     def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
-        implementation_for(out, self.fmt).decode_sum(self.fmt, encoded, out, factor, accumulate)
+        implementation_for(out).decode_sum(self.fmt, encoded, out, factor, accumulate)
 
     def recode(
         self,
@@ -138,9 +138,7 @@ class BlockCodec(Codec):
 
         Between two codecs that rotate, it stays in rotated space.
         """
-        implementation_for(out, self.fmt, into.fmt).recode(
-            self.fmt, encoded, into.fmt, out, numel, factor, seed, offset
-        )
+        implementation_for(out).recode(self.fmt, encoded, into.fmt, out, numel, factor, seed, offset)
 
 
 def make_codec(

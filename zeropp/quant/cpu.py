@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import cpu_kernels
 from .formats import SCALE_BYTES, BlockFormat, RowOrder
+from .noise import seed_key
 
 # Elements a kernel works on at once, at least: enough blocks to hide the latency of their scales, ...
 ENCODE_TILE_SIZE = 2048
@@ -30,7 +31,7 @@ DECODE_TILE_SIZE = 256
 SHARES_PER_THREAD = 4
 MIN_ELEMENTS_PER_SHARE = 1 << 18
 
-_KERNEL_DTYPES = {  # see [Note: Elements] in cpu_kernels.py
+_KERNEL_DTYPES = {  # see [Note: Elements] in cpu_instructions.py
     torch.float32: torch.float32,
     torch.bfloat16: torch.uint16,
     torch.float16: torch.int16,
@@ -65,8 +66,10 @@ def encode(
         out.stride(0),
         numel,
         (fmt.bits, fmt.block_size),
+        fmt.rotate,
+        _noise(fmt, seed, offset),
         tile_size,
-        np.float32(torch.finfo(source.dtype).max),
+        np.float32(torch.finfo(torch.float32 if fmt.rotate else source.dtype).max),
     )
 
 
@@ -118,6 +121,9 @@ def recode(
         _flat("out", out),
         out.stride(0),
         (into.bits, into.block_size),
+        fmt.rotate and not into.rotate,
+        into.rotate and not fmt.rotate,
+        _noise(into, seed, offset),
         numel,
         tile_size,
         np.float32(factor),
@@ -143,10 +149,16 @@ def _decode(
         _row_order(order, rows),
         numel,
         (fmt.bits, fmt.block_size),
+        fmt.rotate,
         tile_size,
+        np.float32(torch.finfo(out.dtype).max),
         np.float32(factor),
         accumulate,
     )
+
+
+def _noise(fmt: BlockFormat, seed: int | None, offset: int) -> tuple[np.uint32, int] | None:
+    return (np.uint32(seed_key(seed)), offset) if fmt.stochastic else None
 
 
 def _check_rows(name: str, rows: Tensor, leading: tuple[int, ...], row_bytes: int) -> None:

@@ -53,7 +53,7 @@ class Implementation(Protocol):
     ) -> None: ...
 
 
-def implementation_for(tensor: Tensor, *formats: BlockFormat) -> Implementation:
+def implementation_for(tensor: Tensor) -> Implementation:
     """The fastest implementation for this tensor's device; reference.py if there is no other.
 
     Tensor subclasses have no memory that a kernel could work on, and fake tensors of a dry run none at all.
@@ -62,15 +62,7 @@ def implementation_for(tensor: Tensor, *formats: BlockFormat) -> Implementation:
         return cast(Implementation, dry)
     if type(tensor) is not torch.Tensor:
         return cast(Implementation, reference)
-    if any(fmt.rotate or fmt.stochastic for fmt in formats):
-        _warn_that_kernels_are_missing()
-        return cast(Implementation, reference)
     return _implementation(tensor.device.type)
-
-
-@cache
-def _warn_that_kernels_are_missing() -> None:
-    logger.warning("zeropp has no kernels yet for rotation and stochastic rounding; plain torch is slow")
 
 
 @cache

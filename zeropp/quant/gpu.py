@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from .formats import SCALE_BYTES, BlockFormat, RowOrder
-from .gpu_kernels import TILE, decode_kernel, encode_kernel, recode_kernel
+from .gpu_kernels import decode_kernel, encode_kernel, recode_kernel
+from .gpu_numbers import TILE
+from .noise import seed_key
+from .rotation import LARGEST_FP32
 
 THREADS = 128  # of a program; see [Note: Tile size] in gpu_kernels.py
 NVIDIA_WARP, AMD_WARP = 32, 64
@@ -25,7 +28,6 @@ LAUNCH = {
     "num_warps": THREADS // (AMD_WARP if torch.version.hip else NVIDIA_WARP),
     "enable_fp_fusion": False,  # see [Note: Bit parity] in gpu_kernels.py
 }
-LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 def encode(
@@ -53,9 +55,13 @@ def encode(
             numel,
             source.stride(0),
             out.stride(0),
+            seed_key(seed) if fmt.stochastic else 0,
+            offset,
             bits=fmt.bits,
             block_size=fmt.block_size,
-            largest=torch.finfo(source.dtype).max,
+            rotated=fmt.rotate,
+            stochastic=fmt.stochastic,
+            largest=LARGEST_FP32 if fmt.rotate else torch.finfo(source.dtype).max,
             **LAUNCH,
         )
 
@@ -106,12 +112,15 @@ def recode(
             encoded.stride(1),
             out.stride(0),
             factor,
+            seed_key(seed) if into.stochastic else 0,
+            offset,
             senders=senders,
             bits=fmt.bits,
             block_size=fmt.block_size,
             into_bits=into.bits,
             into_block_size=into.block_size,
-            largest=LARGEST_FP32,
+            rotation=into.rotate - fmt.rotate,
+            stochastic=into.stochastic,
             **LAUNCH,
         )
 
@@ -138,6 +147,8 @@ def _decode(
             senders=senders,
             bits=fmt.bits,
             block_size=fmt.block_size,
+            rotated=fmt.rotate,
+            largest=torch.finfo(out.dtype).max if fmt.rotate else LARGEST_FP32,
             accumulate=accumulate,
             **LAUNCH,
         )

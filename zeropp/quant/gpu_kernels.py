@@ -34,7 +34,20 @@ from __future__ import annotations
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-TILE = tl.constexpr(4096)
+from .gpu_numbers import (
+    TILE,
+    as_bits,
+    as_float,
+    from_float,
+    high_int4_values,
+    int8_values,
+    low_int4_values,
+    mix,
+    scale_values,
+    to_float,
+    to_noise,
+)
+from .gpu_rotation import rotate
 
 _SIGN = tl.constexpr(0x80000000)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -44,12 +57,11 @@ _MIN_SCALE = tl.constexpr(0x00800000)  # formats.MIN_SCALE, 2^-126
 _SLOT_GROUP = tl.constexpr(8)  # scales in formats.ROW_ALIGNMENT bytes
 
 _ROUND = tl.constexpr(0x4B400000)  # 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-_UNROUND = tl.constexpr(0x4B000000)  # 2^23: an integer put in its low bits makes the float 2^23 + integer
-_UNROUND_HIGH = tl.constexpr(0x49000000)  # 2^19: the same for the bits from the fifth on
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_LARGEST_FP32 = tl.constexpr(3.4028234663852886e38)
 
 
-@triton.jit
+# (Seeds and offsets are no reason to compile again.)
+@triton.jit(do_not_specialize=["seed_key", "offset"])
 def encode_kernel(
     source: tl.tensor,
     out: tl.tensor,
@@ -57,8 +69,12 @@ def encode_kernel(
     numel: tl.int64,
     source_stride: tl.int64,
     out_stride: tl.int64,
+    seed_key: tl.int64,
+    offset: tl.int64,
     bits: tl.constexpr,
     block_size: tl.constexpr,
+    rotated: tl.constexpr,
+    stochastic: tl.constexpr,
     largest: tl.constexpr,
 ) -> None:
     """out[k] = quantized source[order[k]]; `order` is a permutation on the device, or None."""
@@ -70,9 +86,12 @@ def encode_kernel(
     element = _low_elements(block_size)
     left = _left_in_tile(numel, tile)
     at = source + source_row * source_stride + tile * TILE + element
-    low = _to_float(tl.load(at, mask=element < left, other=0.0))
-    high = _to_float(tl.load(at + half, mask=element + half < left, other=0.0))
-    _store_blocks(low, high, out + row * out_stride, tile, numel, bits, block_size, largest)
+    low = to_float(tl.load(at, mask=element < left, other=0.0))
+    high = to_float(tl.load(at + half, mask=element + half < left, other=0.0))
+    if rotated:
+        low, high = rotate(low, high, element, left, block_size, _LARGEST_FP32, False)
+    random = _random(seed_key, offset, block_size) if stochastic else None
+    _store_blocks(low, high, random, out + row * out_stride, tile, numel, bits, block_size, largest)
 
 
 @triton.jit
@@ -88,6 +107,8 @@ def decode_kernel(
     senders: tl.constexpr,
     bits: tl.constexpr,
     block_size: tl.constexpr,
+    rotated: tl.constexpr,
+    largest: tl.constexpr,
     accumulate: tl.constexpr,
 ) -> None:
     """out[order[k]] (+)= factor * (encoded[0][k] + encoded[1][k] + ...). Plain decoding is a sum of one."""
@@ -98,20 +119,22 @@ def decode_kernel(
     )
     low *= factor
     high *= factor
+    element = _low_elements(block_size)
+    left = _left_in_tile(numel, tile)
+    if rotated:
+        low, high = rotate(low, high, element, left, block_size, largest, True)
     out_row = row
     if order is not None:
         out_row = tl.load(order + row).to(tl.int64)
-    element = _low_elements(block_size)
-    left = _left_in_tile(numel, tile)
     at = out + out_row * out_stride + tile * TILE + element
     if accumulate:
-        low += _to_float(tl.load(at, mask=element < left, other=0.0))
-        high += _to_float(tl.load(at + half, mask=element + half < left, other=0.0))
-    tl.store(at, _from_float(low, out.dtype.element_ty), mask=element < left)
-    tl.store(at + half, _from_float(high, out.dtype.element_ty), mask=element + half < left)
+        low += to_float(tl.load(at, mask=element < left, other=0.0))
+        high += to_float(tl.load(at + half, mask=element + half < left, other=0.0))
+    tl.store(at, from_float(low, out.dtype.element_ty), mask=element < left)
+    tl.store(at + half, from_float(high, out.dtype.element_ty), mask=element + half < left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed_key", "offset"])
 def recode_kernel(
     encoded: tl.tensor,
     out: tl.tensor,
@@ -120,14 +143,20 @@ def recode_kernel(
     encoded_stride: tl.int64,
     out_stride: tl.int64,
     factor: tl.float32,
+    seed_key: tl.int64,
+    offset: tl.int64,
     senders: tl.constexpr,
     bits: tl.constexpr,
     block_size: tl.constexpr,
     into_bits: tl.constexpr,
     into_block_size: tl.constexpr,
-    largest: tl.constexpr,
+    rotation: tl.constexpr,
+    stochastic: tl.constexpr,
 ) -> None:
-    """out[k] = quantized factor * (encoded[0][k] + encoded[1][k] + ...): one pass, sums stay in registers."""
+    """out[k] = quantized factor * (encoded[0][k] + encoded[1][k] + ...): one pass, sums stay in registers.
+
+    rotation: 1 if the sums are to be rotated, -1 if they are to be turned back, else 0.
+    """
     tile, row = _position()
     low, high = _sum_senders(
         encoded + row * encoded_stride, sender_stride, tile, numel, senders, bits, block_size, into_block_size
@@ -138,7 +167,12 @@ def recode_kernel(
     left = _left_in_tile(numel, tile)
     low = tl.where(element < left, low * factor, 0.0)
     high = tl.where(element + into_block_size // 2 < left, high * factor, 0.0)
-    _store_blocks(low, high, out + row * out_stride, tile, numel, into_bits, into_block_size, largest)
+    if rotation != 0:
+        low, high = rotate(low, high, element, left, into_block_size, _LARGEST_FP32, rotation < 0)
+    random = _random(seed_key, offset, into_block_size) if stochastic else None
+    _store_blocks(
+        low, high, random, out + row * out_stride, tile, numel, into_bits, into_block_size, _LARGEST_FP32
+    )
 
 
 # Where a program is. Offsets inside a tile are 32 bits wide, the start of a tile 64.
@@ -166,9 +200,19 @@ def _left_in_tile(count: tl.tensor, tile: tl.tensor, per_tile: tl.constexpr = TI
 
 
 @triton.jit
+def _random(seed_key: tl.tensor, offset: tl.tensor, block_size: tl.constexpr) -> tl.tensor:
+    """32 bits for each pair of elements, [n, B/2]; see [Note: Noise] in noise.py."""
+    tile, row = _position()
+    key = mix((seed_key + row).to(tl.uint32))
+    start = (offset + tile * TILE).to(tl.uint32)
+    return mix(key ^ (start + _low_elements(block_size).to(tl.uint32)))
+
+
+@triton.jit
 def _store_blocks(
     low: tl.tensor,
     high: tl.tensor,
+    random: tl.tensor,
     row_start: tl.tensor,
     tile: tl.tensor,
     numel: tl.tensor,
@@ -176,7 +220,7 @@ def _store_blocks(
     block_size: tl.constexpr,
     largest: tl.constexpr,
 ) -> None:
-    """Quantize the blocks of a tile and write their payload and scales."""
+    """Quantize the blocks of a tile and write their payload and scales. `random` may be None."""
     half: tl.constexpr = block_size // 2
     payload_block: tl.constexpr = block_size * bits // 8
     per_tile: tl.constexpr = TILE // block_size
@@ -184,9 +228,13 @@ def _store_blocks(
     blocks = tl.cdiv(numel, block_size)
     is_block = block < _left_in_tile(blocks, tile, per_tile)
 
-    scale = _block_scales(low, high, bits, largest)
-    low_code = _codes(low, scale, bits)
-    high_code = _codes(high, scale, bits)
+    scale = _block_scales(low, high, bits, random is not None, largest)
+    if random is None:
+        low_code = _codes(low, scale, None, bits)
+        high_code = _codes(high, scale, None, bits)
+    else:
+        low_code = _codes(low, scale, to_noise(random << 16), bits)
+        high_code = _codes(high, scale, to_noise(random), bits)
     at = row_start + tile * (TILE * bits // 8) + block[:, None] * payload_block + tl.arange(0, half)[None, :]
     if bits == 8:
         tl.store(at, low_code.to(tl.uint8), mask=is_block[:, None])
@@ -206,45 +254,56 @@ def _store_blocks(
 
 
 @triton.jit
-def _block_scales(low: tl.tensor, high: tl.tensor, bits: tl.constexpr, largest: tl.constexpr) -> tl.tensor:
+def _block_scales(
+    low: tl.tensor,
+    high: tl.tensor,
+    bits: tl.constexpr,
+    stochastic: tl.constexpr,
+    largest: tl.constexpr,
+) -> tl.tensor:
     """The scale of each block as the bits of an fp32, [n]; see [Note: Scales] in formats.py."""
-    exact = _bits(_extremes(low, high, bits))
+    exact = as_bits(_extremes(low, high, bits, stochastic))
     sign = exact & _SIGN
     exact ^= sign
     sign = tl.where(exact == 0, 0, sign)  # of zeros: never -0.0
-    rounded = (exact + 0x7FFF + (exact >> 16 & 1)) & _BF16_MASK  # to nearest even
-    max_magnitude: tl.constexpr = 127.0 if bits == 8 else 8.0
-    overflows = _float(rounded) * max_magnitude > largest
+    # Up, or to nearest even.
+    rounded = (exact + 0xFFFF if stochastic else exact + 0x7FFF + (exact >> 16 & 1)) & _BF16_MASK
+    max_magnitude: tl.constexpr = 127.0 if bits == 8 else (7.0 if stochastic else 8.0)
+    overflows = as_float(rounded) * max_magnitude > largest
     scale = tl.maximum(tl.where(overflows, exact & _BF16_MASK, rounded), _MIN_SCALE)
     return tl.where(exact < _INFINITY, sign | scale, _NAN_SCALE)
 
 
 @triton.jit
-def _extremes(low: tl.tensor, high: tl.tensor, bits: tl.constexpr) -> tl.tensor:
+def _extremes(low: tl.tensor, high: tl.tensor, bits: tl.constexpr, stochastic: tl.constexpr) -> tl.tensor:
     """The exact scale of each block: NaN or Inf if the block holds one."""
-    if bits == 8:
-        magnitude = tl.maximum(_bits(low) & 0x7FFFFFFF, _bits(high) & 0x7FFFFFFF)
-        return _float(tl.max(magnitude, axis=1)) * (1.0 / 127)
+    if bits == 8 or stochastic:
+        magnitude = tl.maximum(as_bits(low) & 0x7FFFFFFF, as_bits(high) & 0x7FFFFFFF)
+        return as_float(tl.max(magnitude, axis=1)) * (1.0 / 127 if bits == 8 else 1.0 / 7)
     # Rotated by one bit, the sign is the lowest: the largest integer is the largest magnitude, and of +m and
     # -m it is -m.
-    low_key = _bits(low) << 1 | _bits(low) >> 31
-    high_key = _bits(high) << 1 | _bits(high) >> 31
+    low_key = as_bits(low) << 1 | as_bits(low) >> 31
+    high_key = as_bits(high) << 1 | as_bits(high) >> 31
     key = tl.max(tl.maximum(low_key, high_key), axis=1)
-    return _float(key >> 1 | key << 31) * -0.125
+    return as_float(key >> 1 | key << 31) * -0.125
 
 
 @triton.jit
-def _codes(x: tl.tensor, scale: tl.tensor, bits: tl.constexpr) -> tl.tensor:
+def _codes(x: tl.tensor, scale: tl.tensor, noise: tl.tensor, bits: tl.constexpr) -> tl.tensor:
     """The payload of x, [n, B/2] uint32: the low 8 bits are an int8 code, the low 4 an int4 code + 8."""
     zero: tl.constexpr = _ROUND if bits == 8 else _ROUND + 8
     max_code: tl.constexpr = 127 if bits == 8 else 7
     # In a NaN block all codes are 0: numbers are multiplied by 0; the bits of NaN, a large integer, are cut.
     is_number = scale != _NAN_SCALE
-    inverse = tl.where(is_number, tl.math.div_rn(1.0, _float(scale)), 0.0)
+    inverse = tl.where(is_number, tl.math.div_rn(1.0, as_float(scale)), 0.0)
     greatest = tl.where(is_number, zero + max_code, zero).to(tl.uint32)
-    code = _bits(x * inverse[:, None] + (12582912.0 if bits == 8 else 12582912.0 + 8))
-    if bits == 8:  # a scale rounded toward zero gives -127.99 steps or more; of int4, -8.07, which are -8
-        code = tl.maximum(code, zero - 127)
+    steps = x * inverse[:, None]
+    if noise is not None:
+        steps += tl.where(is_number[:, None], noise, 0.0)
+    code = as_bits(steps + (12582912.0 if bits == 8 else 12582912.0 + 8))
+    # A scale rounded toward zero gives -127.99 steps or more; of int4, -8.07, which are -8 without noise.
+    if bits == 8 or noise is not None:
+        code = tl.maximum(code, zero - max_code)
     return tl.minimum(code, greatest[:, None])
 
 
@@ -265,7 +324,7 @@ def _sum_senders(
     """The sum of all senders' values of a tile, as halves of blocks of `into_block_size`."""
     # -0.0, not 0.0, is what leaves every number as it is when added to it, -0.0 included. (Made of its bits:
     # Triton's full() turns -0.0 into 0.0.)
-    low = _float(tl.full([TILE // into_block_size, into_block_size // 2], _SIGN, tl.uint32))
+    low = as_float(tl.full([TILE // into_block_size, into_block_size // 2], _SIGN, tl.uint32))
     high = low
     for sender in tl.range(0, senders, loop_unroll_factor=4):
         start = row_start + sender * sender_stride
@@ -298,12 +357,12 @@ def _add_sender(
 
     at = row_start + tile * (TILE * bits // 8) + block[:, None] * payload_block + tl.arange(0, half)[None, :]
     slots = (row_start + blocks * payload_block).to(tl.pointer_type(tl.uint16))
-    scale = _scale_values(tl.load(slots + tile * per_tile + block, mask=is_block, other=0))[:, None]
+    scale = scale_values(tl.load(slots + tile * per_tile + block, mask=is_block, other=0))[:, None]
     byte = tl.load(at, mask=is_block[:, None], other=0)
     if bits == 8:
         high_byte = tl.load(at + half, mask=is_block[:, None], other=0)
-        return low + _int8_values(byte) * scale, high + _int8_values(high_byte) * scale
-    return low + _low_int4_values(byte) * scale, high + _high_int4_values(byte) * scale
+        return low + int8_values(byte) * scale, high + int8_values(high_byte) * scale
+    return low + low_int4_values(byte) * scale, high + high_int4_values(byte) * scale
 
 
 @triton.jit
@@ -320,69 +379,13 @@ def _add_elements(
     in_row = element < _left_in_tile(numel, tile)
     block = element // block_size
     if bits == 8:
-        code = _int8_values(tl.load(row_start + tile * TILE + element, mask=in_row, other=0))
+        code = int8_values(tl.load(row_start + tile * TILE + element, mask=in_row, other=0))
     else:
         half: tl.constexpr = block_size // 2
         at = row_start + tile * (TILE // 2) + block * half + element % half
         byte = tl.load(at, mask=in_row, other=0)
-        code = tl.where(element % block_size < half, _low_int4_values(byte), _high_int4_values(byte))
+        code = tl.where(element % block_size < half, low_int4_values(byte), high_int4_values(byte))
     payload_bytes = tl.cdiv(numel, block_size) * (block_size * bits // 8)
     slots = (row_start + payload_bytes).to(tl.pointer_type(tl.uint16))
     scale = tl.load(slots + tile * (TILE // block_size) + block, mask=in_row, other=0)
-    return total + code * _scale_values(scale)
-
-
-# Payload bytes as fp32 codes. An integer in the low bits of 2^23 is the float 2^23 + integer; what is too
-# much is subtracted. Exact, and cheaper than a conversion.
-
-
-@triton.jit
-def _int8_values(byte: tl.tensor) -> tl.tensor:
-    """Flipping the sign bit of a two's complement byte adds 128."""
-    return _float(byte.to(tl.uint32) ^ (_UNROUND | 0x80)) - (8388608.0 + 128)
-
-
-@triton.jit
-def _low_int4_values(byte: tl.tensor) -> tl.tensor:
-    return _float(byte.to(tl.uint32) & 0x0F | _UNROUND) - (8388608.0 + 8)
-
-
-@triton.jit
-def _high_int4_values(byte: tl.tensor) -> tl.tensor:
-    """Not shifted down: above 2^19, the fifth bit is worth 1."""
-    return _float(byte.to(tl.uint32) & 0xF0 | _UNROUND_HIGH) - (524288.0 + 8)
-
-
-@triton.jit
-def _scale_values(bf16_bits: tl.tensor) -> tl.tensor:
-    return _float(bf16_bits.to(tl.uint32) << 16)
-
-
-# Numbers and their bits.
-
-
-@triton.jit
-def _bits(x: tl.tensor) -> tl.tensor:
-    return x.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _float(bits: tl.tensor) -> tl.tensor:
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _to_float(x: tl.tensor) -> tl.tensor:
-    """x as fp32; of bf16 the bits, because the interpreter's cast loses subnormals."""
-    if x.dtype == tl.bfloat16:
-        return _scale_values(x.to(tl.uint16, bitcast=True))
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _from_float(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """x rounded to nearest even: one instruction on a GPU; the interpreter's cast to bf16 truncates."""
-    if _INTERPRETED and dtype == tl.bfloat16:
-        rounded = (_bits(x) + 0x7FFF + (_bits(x) >> 16 & 1)) >> 16
-        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
+    return total + code * scale_values(scale)

@@ -3,14 +3,15 @@
 [Note: Noise]
     code = round_to_nearest(x / scale + noise), so that the mean over seeds of the decoded value is x
 
-    key(seed, row) = mix(seed_key(seed) + row)         row: of the encoded rows
-    bits           = mix(key ^ (offset + column))      column: of the row; offset: of the call
-    noise          = ((bits >> 8) | 1) * 2^-24         shifted as a signed integer
+    key(seed, row)  = mix(seed_key(seed) + row)      row: of the encoded rows
+    bits            = mix(key ^ (offset + column))   column: of the row; offset: of the call
+    noise[j]        = (low half of bits | 1) * 2^-16    of element j < B/2 of a block, which has that column;
+    noise[j + B/2]  = (high half of bits | 1) * 2^-16   16 bits with a sign each
 
-All in 32 bits that wrap around. There is no state: the same seed gives the same bytes on every device, in any
-number of threads, and a row that is cut into chunks of whole blocks gives the same bytes as the row, if every
-chunk names the column it starts at as its offset. The noise is symmetric (mean exactly 0), and no tie: zeros
-stay zeros.
+All in 32 bits that wrap around. One hash serves two elements, because it takes most of the time. There is no
+state: the same seed gives the same bytes on every device, in any number of threads, and a row that is cut
+into chunks of whole blocks gives the same bytes as the row, if every chunk names the column it starts at as
+its offset. The noise is symmetric (its mean is exactly 0) and never a tie: zeros stay zeros.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ def seed_key(seed: int | None) -> int:
     return _mix_int(_mix_int((seed & MASK) + 1 & MASK) ^ seed >> 32)
 
 
-def make_noise(seed: int | None, offset: int, rows: int, columns: int, device: torch.device) -> Tensor:
-    """fp32 [rows, columns]."""
+def make_noise(
+    seed: int | None, offset: int, rows: int, blocks: int, block_size: int, device: torch.device
+) -> Tensor:
+    """fp32 [rows, blocks, block_size]."""
     key = _mix(torch.arange(rows, device=device) + seed_key(seed) & MASK)
-    column = torch.arange(columns, device=device) + offset & MASK
-    bits = _mix(key.unsqueeze(1) ^ column)
-    signed = bits.to(torch.int32) >> 8 | 1
-    return signed.float() * 2.0**-24
+    block = torch.arange(blocks, device=device) * block_size + offset
+    column = block.unsqueeze(1) + torch.arange(block_size // 2, device=device) & MASK
+    bits = _mix(key.view(-1, 1, 1) ^ column)
+    halves = torch.cat([bits & 0xFFFF, bits >> 16], dim=-1)
+    return ((halves ^ 0x8000) - 0x8000 | 1).float() * 2.0**-16
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def encode(
     scale = _scales(fmt, x, largest)  # [rows, blocks], fp32 holding bf16 values
     steps = x * scale.reciprocal().unsqueeze(-1)
     if fmt.stochastic:
-        steps += make_noise(seed, offset, rows, blocks * fmt.block_size, x.device).view(x.shape)
+        steps += make_noise(seed, offset, rows, blocks, fmt.block_size, x.device)
     codes = torch.round(steps).clamp(fmt.min_code, fmt.max_code)
     codes = torch.where(scale.isnan().unsqueeze(-1), 0.0, codes)
     payload, scales = _split(fmt, out, numel)

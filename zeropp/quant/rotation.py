@@ -46,8 +46,8 @@ def rotate(x: Tensor) -> Tensor:
 def unrotate(x: Tensor, largest: float) -> Tensor:
     """The inverse. Finite results beyond `largest`, that of the dtype they are meant for, are cut to it."""
     groups, tail = _split(x)
-    tail = torch.where(tail.isfinite(), tail.clamp(-largest, largest), tail)
-    return torch.cat([(_transform(groups, largest) * _signs(x)).view(x.shape[0], -1), tail], dim=1)
+    back = _transform(groups, largest) * _signs(x)
+    return torch.cat([back.view(x.shape[0], -1), _cut(tail, largest)], dim=1)
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,4 +64,9 @@ def _transform(groups: Tensor, largest: float) -> Tensor:
     for distance in DISTANCES:
         a, b = x.view(-1, GROUP // 2 // distance, 2, distance).unbind(2)
         x = torch.stack([a + b, a - b], dim=2).view(-1, GROUP)
-    return torch.where(x.isfinite(), (x * AFTER).clamp(-largest, largest), x)
+    return _cut(x, largest / AFTER) * AFTER
+
+
+def _cut(x: Tensor, largest: float) -> Tensor:
+    """Finite numbers to +-largest. x - x is 0, or NaN if x is not finite: so what is not becomes NaN."""
+    return x.clamp(-largest, largest) + (x - x)

@@ -1,0 +1,306 @@
+"""What each codec setting loses: error, bias and bits, the tables of docs/codecs.md.
+
+    python benchmarks/codecs.py --markdown tables.md
+
+On random numbers, and on gradients and weights of a small GPT (the quickstart's) that is trained here for
+some dozens of steps on the source code of Python's standard library. One process; reductions over several
+ranks are computed with the codecs' own operations, in the order in which the hops do it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from zeropp.quant import BlockCodec, BlockFormat, CastCodec, Codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import quickstart  # type: ignore[import-not-found, unused-ignore]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure. The defaults take about a minute on one core."""
+
+    steps: int = 50
+    """Of training, before gradients and weights are taken."""
+    elements: int = 1 << 19
+    """Random numbers of each kind."""
+    seeds: int = 16
+    """Encodings of the same numbers, for the bias."""
+    markdown: Path | None = None
+    """Write the tables here."""
+
+
+class Section(NamedTuple):
+    title: str
+    columns: Sequence[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Of the training run."""
+
+    weights: nn.Module
+    history: Tensor
+    """Gradients of all steps, [steps, parameters]."""
+    of_ranks: Tensor
+    """Gradients at the end, of as many batches as there are ranks, [64, parameters]."""
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    console = Console(width=140)
+    recording = record(options, ranks=64)
+    sections = [
+        one_encoding(options, recording),
+        two_hops(recording),
+        feedback(recording),
+        alignment(recording),
+    ]
+    for section in sections:
+        table = Table(*section.columns, title=section.title)
+        for row in section.rows:
+            table.add_row(*row)
+        console.print(table)
+    if options.markdown:
+        options.markdown.write_text("\n".join(line for section in sections for line in to_markdown(section)))
+
+
+def record(options: Options, ranks: int) -> Recording:
+    job = quickstart.Options(layers=4, width=128, batch=8)
+    torch.manual_seed(0)
+    model = quickstart.Gpt(job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
+    data, _ = quickstart.load_text()
+    generator = torch.Generator().manual_seed(0)
+
+    def gradients() -> Tensor:
+        optimizer.zero_grad()
+        model(*quickstart.sample(data, job, generator)).backward()
+        return flat(parameter.grad for parameter in model.parameters())
+
+    history = []
+    for _ in track(range(options.steps), "Training"):
+        history.append(gradients())
+        optimizer.step()
+    of_ranks = torch.stack([gradients() for _ in track(range(ranks), "Gradients of all ranks")])
+    return Recording(model, torch.stack(history), of_ranks)
+
+
+def one_encoding(options: Options, recording: Recording) -> Section:
+    torch.manual_seed(1)
+    n = options.elements
+    samples = {
+        "N(0, 1)": torch.randn(n),
+        "N(1, 1)": torch.randn(n) + 1,
+        "Student t3": torch.distributions.StudentT(3.0).sample((n,)),
+        "log-normal mix": torch.randn(n) * torch.exp(1.5 * torch.randn(n)),
+        "gradients": recording.of_ranks[0],
+        "weights": flat(recording.weights.parameters()),
+    }
+    rows = []
+    for name, codec, bits in settings():
+        row = [name, f"{bits:.3f}"]
+        for x in samples.values():
+            decoded = torch.stack([roundtrip(codec, x, seed) for seed in range(options.seeds)])
+            error, bias = relative(decoded[0], x), relative(decoded.mean(0), x)
+            row.append(f"{error:.4f} / {bias:.4f} / {gain(decoded.mean(0), x):+.2%}")
+        rows.append(row)
+    title = f"One encoding: relative error / error of the mean of {options.seeds} encodings / gain"
+    return Section(title, ["codec", "bits per element", *samples], rows)
+
+
+def settings() -> Iterator[tuple[str, Codec, float]]:
+    yield "bf16", CastCodec(torch.bfloat16), 16
+    for bits, block_sizes in ((8, (128, 256)), (4, (64, 128, 256))):
+        for block_size in block_sizes:
+            for rotate in (False, True):
+                for stochastic in (False, True):
+                    fmt = BlockFormat(bits, block_size, rotate, stochastic)
+                    yield name_of(fmt), BlockCodec(fmt), fmt.effective_bits
+
+
+def name_of(fmt: BlockFormat) -> str:
+    options = ", rotated" * fmt.rotate + ", stochastic" * fmt.stochastic
+    return f"int{fmt.bits}, block {fmt.block_size}{options}"
+
+
+def two_hops(recording: Recording) -> Section:
+    """The mean over all ranks: int8 or int4 in the node, int4 across."""
+    pairs = [
+        (BlockFormat(bits, 128, first_rotates, stochastic), BlockFormat(4, 128, second_rotates, stochastic))
+        for bits in (8, 4)
+        for first_rotates, second_rotates in ((False, False), (True, True), (False, True))
+        for stochastic in (False, True)
+    ]
+    rows = []
+    for first, second in pairs:
+        row = [name_of(first), name_of(second)]
+        for nodes, local_ranks in ((2, 2), (8, 8)):
+            x = recording.of_ranks[: nodes * local_ranks].view(nodes, local_ranks, -1)
+            result = reduce_in_two_hops(x, BlockCodec(first), BlockCodec(second), seed=0)
+            mean = x.mean((0, 1))
+            row += [f"{relative(result, mean):.4f}", f"{gain(result, mean):+.2%}"]
+        rows.append(row)
+    columns = ["in the node", "across", "error, 2 x 2", "gain", "error, 8 x 8", "gain"]
+    return Section("Two hops: the mean of real gradients of all ranks", columns, rows)
+
+
+def reduce_in_two_hops(x: Tensor, first: BlockCodec, second: BlockCodec, seed: int) -> Tensor:
+    """x [nodes, ranks, P]. Every rank sends all its gradients as one row, which changes no error."""
+    nodes, ranks, numel = x.shape
+    across = torch.empty(nodes, 1, second.row_bytes(numel), dtype=torch.uint8)
+    in_node = torch.empty(ranks, 1, first.row_bytes(numel), dtype=torch.uint8)
+    for node in range(nodes):
+        for rank in range(ranks):
+            first.encode(x[node, rank].unsqueeze(0), in_node[rank], seed=seed + 1 + node * ranks + rank)
+        recode_seed = seed + 1 + nodes * ranks + node
+        first.recode(in_node, second, across[node], numel, 1 / (nodes * ranks), seed=recode_seed)
+    out = torch.empty(1, numel)
+    second.decode_sum(across, out)
+    return out[0]
+
+
+def feedback(recording: Recording) -> Section:
+    """int4 gradients of all steps, with what one step lost added to the next; LoCo averages the losses."""
+    total, state_codec = recording.history.sum(0), BlockCodec(BlockFormat(8, 128))
+    rows = []
+    for name, codec in (
+        ("int4, block 128", BlockCodec(BlockFormat(4, 128))),
+        ("int4, block 128, rotated", BlockCodec(BlockFormat(4, 128, rotate=True))),
+    ):
+        for weight, state_name in ((0.0, "none"), (1.0, "fp32"), (1.0, "int8"), (0.5, "fp32"), (0.5, "int8")):
+            sent, state, state_error = torch.zeros_like(total), torch.zeros_like(total), 0.0
+            single = 0.0
+            for gradient in recording.history:
+                wanted = gradient + state
+                decoded = roundtrip(codec, wanted)
+                sent += decoded
+                single += relative(decoded, gradient) / len(recording.history)
+                if weight:
+                    exact = (1 - weight) * state + weight * (wanted - decoded)
+                    state = roundtrip(state_codec, exact) if state_name == "int8" else exact
+                    state_error += relative(state, exact) / len(recording.history)
+            average = f"{weight:.1f}" if weight else "-"
+            drift, error = f"{relative(sent, total):.4f}", f"{single:.4f}"
+            rows.append([name, state_name, average, error, drift, f"{state_error:.4f}" if weight else "-"])
+    columns = [
+        "codec",
+        "state",
+        "weight of the new loss",
+        "error of a step",
+        "error of the sum",
+        "of the state",
+    ]
+    return Section(f"Error feedback over {len(recording.history)} steps", columns, rows)
+
+
+def alignment(recording: Recording) -> Section:
+    """Weights of one unit as FSDP2 lays them out: for each rank, its padded shards of all parameters."""
+    torch.manual_seed(2)
+    width = 2048
+    made = {
+        "norm1": 1 + 0.1 * torch.randn(width),
+        "q": 0.02 * torch.randn(width, width),
+        "kv": 0.02 * torch.randn(width // 2, width),
+        "out": 0.02 * torch.randn(width, width),
+        "norm2": 1 + 0.1 * torch.randn(width),
+        "up": 0.02 * torch.randn(4 * width, width),
+        "down": 0.02 * torch.randn(width, 4 * width),
+    }
+    trained = {name: p.detach() for name, p in recording.weights.blocks[0].named_parameters()}  # type: ignore[index, union-attr]
+    rows = []
+    for model, parameters in (("trained, width 128", trained), (f"made up, width {width}", made)):
+        for ranks in (4, 64):
+            for bits in (8, 4):
+                rows.append(
+                    [model, str(ranks), *compare_alignment(parameters, ranks, BlockFormat(bits, 128))]
+                )
+    columns = [
+        "unit",
+        "ranks",
+        "codec",
+        "matrices: mixed",
+        "aligned",
+        "where mixed: mixed",
+        "aligned",
+        "share",
+    ]
+    return Section("Blocks that mix parameters: relative error", [*columns, "bytes"], rows)
+
+
+def compare_alignment(parameters: dict[str, Tensor], ranks: int, fmt: BlockFormat) -> list[str]:
+    shards = [padded_shards(parameter, ranks) for parameter in parameters.values()]  # of [ranks, elements]
+    is_matrix = torch.cat(
+        [torch.full_like(shard, p.ndim > 1) for p, shard in zip(parameters.values(), shards, strict=True)], 1
+    ).bool()
+    x, codec = torch.cat(shards, dim=1), BlockCodec(fmt)
+    mixed, aligned = roundtrip(codec, x), torch.cat([roundtrip(codec, shard) for shard in shards], dim=1)
+    blocks = nn.functional.pad(is_matrix[0].float(), (0, -x.shape[1] % fmt.block_size)).view(
+        -1, fmt.block_size
+    )
+    has_both = (blocks.amax(1) > blocks.amin(1)).repeat_interleave(fmt.block_size)[: x.shape[1]]
+    in_mixed = is_matrix & has_both
+    more = sum(fmt.blocks(shard.shape[1]) for shard in shards) / fmt.blocks(x.shape[1]) - 1
+    return [
+        name_of(fmt),
+        f"{relative(mixed[is_matrix], x[is_matrix]):.4f}",
+        f"{relative(aligned[is_matrix], x[is_matrix]):.4f}",
+        f"{relative(mixed[in_mixed], x[in_mixed]):.4f}",
+        f"{relative(aligned[in_mixed], x[in_mixed]):.4f}",
+        f"{in_mixed.sum() / is_matrix.sum():.2%}",
+        f"{more:+.2%}",
+    ]
+
+
+def padded_shards(parameter: Tensor, ranks: int) -> Tensor:
+    """The shards of dimension 0, each padded to the size of the first."""
+    rows = -(-parameter.shape[0] // ranks)
+    matrix = parameter.reshape(parameter.shape[0], -1)
+    return nn.functional.pad(matrix, (0, 0, 0, rows * ranks - len(matrix))).view(ranks, -1)
+
+
+def roundtrip(codec: Codec, x: Tensor, seed: int = 0) -> Tensor:
+    source = x.view(-1, x.shape[-1])
+    encoded = torch.empty(len(source), codec.row_bytes(source.shape[1]), dtype=torch.uint8)
+    out = torch.empty_like(source)
+    codec.encode(source, encoded, seed=seed)
+    codec.decode(encoded, out)
+    return out.view(x.shape)
+
+
+def relative(y: Tensor, x: Tensor) -> float:
+    return float((y.double() - x.double()).norm() / x.double().norm())
+
+
+def gain(y: Tensor, x: Tensor) -> float:
+    """How much longer y is than x, in the direction of x: an error that no averaging takes away."""
+    return float((y.double() - x.double()) @ x.double() / (x.double() @ x.double()))
+
+
+def flat(tensors: object) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])  # type: ignore[attr-defined]
+
+
+def to_markdown(section: Section) -> Iterator[str]:
+    yield from (f"**{section.title}**", "")
+    yield "| " + " | ".join(section.columns) + " |"
+    yield "|" + "---|" * len(section.columns)
+    yield from ("| " + " | ".join(row) + " |" for row in section.rows)
+    yield ""
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
