@@ -44,8 +44,13 @@ def train_with_signal(run: Run, step: int) -> Summary:
 
 @pytest.mark.parametrize(
     "config",
-    [Config(node_size=2), Config.off(node_size=2), Config.paper(node_size=2)],
-    ids=["default", "off", "paper"],
+    [
+        Config(node_size=2),
+        Config.off(node_size=2),
+        Config.paper(node_size=2),
+        Config.four_bit(node_size=2, rounding="stochastic"),
+    ],
+    ids=["default", "off", "paper", "four_bit"],
 )
 def test_a_signal_to_one_rank_saves_and_resuming_changes_no_bit(
     ranks: Ranks, tmp_path: Path, config: Config

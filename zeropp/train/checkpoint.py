@@ -4,6 +4,7 @@
         state.json                               step, position in the data, configuration
         __0_0.distcp, __1_0.distcp, ...          the shards of each rank
         .metadata                                which shard is where
+        zeropp-0.pt, zeropp-1.pt, ...            what zeropp keeps on each rank, if its Config keeps anything
     FOLDER/checkpoints/step-00000300.partial/    being written, or left by a crash
 
 [Note: Whole or not at all]
@@ -28,6 +29,7 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from .world import World
 
-STATE_FILE = "state.json"
+STATE_FILE, KEPT_FILE = "state.json", "zeropp-{rank}.pt"
 PARTIAL = ".partial"
 FORMAT = 1
 MODULE = "torch.distributed.checkpoint"
@@ -91,8 +93,13 @@ class Checkpoints:
     def path_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
-        """Start to write; the tensors may change as soon as this returns. [Note: Beside the training]"""
+    def save(
+        self, step: int, tensors: Tensors, state: dict[str, Any], kept: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start to write; the tensors may change as soon as this returns. [Note: Beside the training]
+
+        `kept` is what only this rank needs: ZeroPP.state_dict(). All ranks give it, or none does.
+        """
         self.wait()
         path = self.path_of(step)
         partial = path.with_name(path.name + PARTIAL)
@@ -101,6 +108,9 @@ class Checkpoints:
             _write_synced(
                 partial / STATE_FILE, json.dumps({"format": FORMAT, "step": step, **state}, indent=1)
             )
+        if kept is not None:
+            dist.barrier(self._group)  # the folder is there
+            torch.save(kept, partial / KEPT_FILE.format(rank=self._world.rank))
         writer = FileSystemWriter(partial, sync_files=True)
         future = async_save(tensors, storage_writer=writer, process_group=self._group)
         assert isinstance(future, Future)  # with a stager of another kind it would be something else
@@ -129,6 +139,11 @@ class Checkpoints:
             load(tensors, storage_reader=_Reader(path), process_group=self._group)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} could not be read: {error}") from error
+
+    def load_kept(self, path: Path) -> dict[str, Any] | None:
+        """What `save` got as `kept` on this rank; None if it was nothing."""
+        file = path / KEPT_FILE.format(rank=self._world.rank)
+        return torch.load(file, weights_only=True) if file.exists() else None
 
     def _complete(self, path: Path) -> None:
         """See [Note: Whole or not at all]."""

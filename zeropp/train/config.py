@@ -17,9 +17,10 @@ from .data import DataConfig
 from .models import ModelConfig
 from .reading import read
 
-Preset = Literal["default", "paper", "wire16", "off"]
+Preset = Literal["default", "four_bit", "paper", "wire16", "off"]
 PRESETS: dict[str, Callable[..., Config]] = {
     "default": Config,
+    "four_bit": Config.four_bit,
     "paper": Config.paper,
     "wire16": Config.wire16,
     "off": Config.off,

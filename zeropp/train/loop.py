@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..config import Config
 from ..memory import PeakMemory
 from .checkpoint import Checkpoints, read_state, steps_in
 from .config import Run
@@ -51,7 +52,7 @@ class _Loop:
         self.trainer = Trainer(run, world)
         self.saved_step = 0
         if checkpoint is not None and state is not None:
-            self._load(checkpoint, state)
+            notes += self._load(checkpoint, state)
             notes = [f"goes on after step {state['step']} from {checkpoint}", *notes]
         self.first_step = self.trainer.steps_done + 1
         self.peak_flops, note = peak_flops(run.logging.peak_tflops, world.device)
@@ -120,15 +121,28 @@ class _Loop:
             "data": self.trainer.data.state_dict(),
             "ranks": self.world.size,
         }
-        self.checkpoints.save(self.trainer.steps_done, self.trainer.tensors(), state)
+        kept = self.trainer.zpp.state_dict() if _has_history(self.run.zeropp) else None
+        self.checkpoints.save(self.trainer.steps_done, self.trainer.tensors(), state, kept)
         self.saved_step = self.trainer.steps_done
 
-    def _load(self, checkpoint: Path, state: dict[str, Any]) -> None:
+    def _load(self, checkpoint: Path, state: dict[str, Any]) -> list[str]:
+        """Returns what a user should know."""
         tensors = self.trainer.tensors()
         self.checkpoints.load(checkpoint, tensors)
         self.trainer.load_tensors(tensors)
         self.trainer.data.load_state_dict(state["data"])
         self.trainer.steps_done = self.saved_step = state["step"]
+        if not _has_history(self.run.zeropp):
+            return []
+        # The same on every rank: what zeropp keeps belongs to ranks, so it is of use to as many as saved it.
+        kept = self.checkpoints.load_kept(checkpoint) if state["ranks"] == self.world.size else None
+        if self.world.sum(float(kept is None))[0]:
+            return [
+                "no state of zeropp for these ranks: weights are sent anew, and kept errors start at zero"
+            ]
+        assert kept is not None
+        self.trainer.zpp.load_state_dict(kept)
+        return []
 
     def _info(self) -> RunInfo:
         return RunInfo(
@@ -199,6 +213,11 @@ def _plain(run: Run) -> dict[str, Any]:
     """As JSON gives it back."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(run), default=str))
     return plain
+
+
+def _has_history(config: Config) -> bool:
+    """Whether zeropp keeps what does not follow from the weights."""
+    return config.weights == "delta-int4" or config.error_feedback or config.rounding == "stochastic"
 
 
 def _is_due(step: int, every: int) -> bool:

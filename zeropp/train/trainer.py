@@ -120,11 +120,7 @@ class Trainer:
         return total / self.world.size
 
     def tensors(self) -> dict[str, Any]:
-        """All state that is made of tensors, as this rank's shards: what a checkpoint holds.
-
-        zeropp keeps nothing between steps that does not follow from the weights. State that it may keep in
-        future (errors of the codecs, say) belongs here, under a name of its own.
-        """
+        """The state that is made of tensors, as this rank's shards: what DCP saves and shards anew."""
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         # Without the optimizer's param_groups: these are the configuration's, and no tensors.
         return {"model": get_model_state_dict(self.model), "optimizer": optimizer["state"]}
