@@ -61,7 +61,10 @@ def test_presets_and_their_changes() -> None:
         ({"steps": 0}, "steps is 0; expected a positive number"),
         ({"seed": -1}, "seed is -1; expected a number from 0"),
         ({"zeropp": "paper"}, "zeropp is 'paper'; expected a table"),
-        ({"zeropp": {"preset": "fast"}}, r"zeropp\.preset is 'fast'; expected one of default, four_bit, paper"),
+        (
+            {"zeropp": {"preset": "fast"}},
+            r"zeropp\.preset is 'fast'; expected one of default, four_bit, paper",
+        ),
         ({"zeropp": {"weight": "int8"}}, r"zeropp\.weight is not a key; expected one of preset, weights"),
         ({"zeropp": {"weights": "int3"}}, "weights is 'int3'; expected one of"),
     ],
