@@ -65,6 +65,7 @@ def main(options: Options) -> None:
     recording = record(options, ranks=64)
     sections = [
         one_encoding(options, recording),
+        rotations(options, recording),
         two_hops(recording),
         feedback(recording),
         alignment(recording),
@@ -99,10 +100,10 @@ def record(options: Options, ranks: int) -> Recording:
     return Recording(model, torch.stack(history), of_ranks)
 
 
-def one_encoding(options: Options, recording: Recording) -> Section:
+def make_samples(options: Options, recording: Recording) -> dict[str, Tensor]:
     torch.manual_seed(1)
     n = options.elements
-    samples = {
+    return {
         "N(0, 1)": torch.randn(n),
         "N(1, 1)": torch.randn(n) + 1,
         "Student t3": torch.distributions.StudentT(3.0).sample((n,)),
@@ -110,6 +111,10 @@ def one_encoding(options: Options, recording: Recording) -> Section:
         "gradients": recording.of_ranks[0],
         "weights": flat(recording.weights.parameters()),
     }
+
+
+def one_encoding(options: Options, recording: Recording) -> Section:
+    samples = make_samples(options, recording)
     rows = []
     for name, codec, bits in settings():
         row = [name, f"{bits:.3f}"]
@@ -120,6 +125,33 @@ def one_encoding(options: Options, recording: Recording) -> Section:
         rows.append(row)
     title = f"One encoding: relative error / error of the mean of {options.seeds} encodings / gain"
     return Section(title, ["codec", "bits per element", *samples], rows)
+
+
+def rotations(options: Options, recording: Recording) -> Section:
+    """Why groups of 64, and why signs: the error of int4, block 128, after other rotations."""
+    samples = make_samples(options, recording)
+    samples["gradients of the MLP's second matrices"] = flat(
+        p.grad for name, p in recording.weights.named_parameters() if name.endswith("down.weight")
+    )
+    plain, ours = BlockCodec(BlockFormat(4, 128)), BlockCodec(BlockFormat(4, 128, rotate=True))
+    rows = [["none", "-", *(f"{relative(roundtrip(plain, x), x):.4f}" for x in samples.values())]]
+    for size in (32, 64, 128):
+        random_signs = torch.randint(0, 2, (size,)) * 2 - 1
+        for name, signs in (("none", torch.ones(size)), ("random", random_signs)):
+            matrix = signs.unsqueeze(1) * hadamard(size)
+            rotated = [x[: len(x) // size * size].view(-1, size) @ matrix for x in samples.values()]
+            errors = (relative(roundtrip(plain, x.view(-1)), x.view(-1)) for x in rotated)
+            rows.append([str(size), name, *(f"{error:.4f}" for error in errors)])
+    rows.append(["64", "ours", *(f"{relative(roundtrip(ours, x), x):.4f}" for x in samples.values())])
+    return Section("Other rotations: relative error of int4, block 128", ["group", "signs", *samples], rows)
+
+
+def hadamard(size: int) -> Tensor:
+    """Orthonormal."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) / 2**0.5
+    return matrix
 
 
 def settings() -> Iterator[tuple[str, Codec, float]]:
@@ -210,7 +242,7 @@ def feedback(recording: Recording) -> Section:
 def alignment(recording: Recording) -> Section:
     """Weights of one unit as FSDP2 lays them out: for each rank, its padded shards of all parameters."""
     torch.manual_seed(2)
-    width = 2048
+    width = 1024
     made = {
         "norm1": 1 + 0.1 * torch.randn(width),
         "q": 0.02 * torch.randn(width, width),
@@ -258,8 +290,8 @@ def compare_alignment(parameters: dict[str, Tensor], ranks: int, fmt: BlockForma
         name_of(fmt),
         f"{relative(mixed[is_matrix], x[is_matrix]):.4f}",
         f"{relative(aligned[is_matrix], x[is_matrix]):.4f}",
-        f"{relative(mixed[in_mixed], x[in_mixed]):.4f}",
-        f"{relative(aligned[in_mixed], x[in_mixed]):.4f}",
+        f"{relative(mixed[in_mixed], x[in_mixed]):.4f}" if in_mixed.any() else "-",
+        f"{relative(aligned[in_mixed], x[in_mixed]):.4f}" if in_mixed.any() else "-",
         f"{in_mixed.sum() / is_matrix.sum():.2%}",
         f"{more:+.2%}",
     ]
