@@ -11,7 +11,7 @@ It is linear: sums of rotated rows are rotated sums, so a reduction over several
 turned back once, after the last sum.
 
 The signs are needed. Without them a group with a mean, as many gradients have, becomes one outlier (relative
-error of int4, block 128, on N(1, 1): .092 without rotation, .218 without signs, .099 with them). These are a
+error of int4, block 128, on N(1, 1): .092 without rotation, .218 without signs, .093 with them). These are a
 bent function, (-1)^(i0 i1 + i2 i3 + i4 i5) of the bits of the position: a constant group, and every other
 square wave of H, comes out with coefficients of equal magnitude. They exist for 64, not for 32.
 
