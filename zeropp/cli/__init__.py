@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train",
     "demo": "demo",
     "compare": "compare",
+    "export": "export",
     "plan": "plan",
     "lab run": "lab_run",
     "lab bench": "lab_bench",

@@ -29,6 +29,7 @@ import os
 import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -135,10 +136,7 @@ class Checkpoints:
 
     def load(self, path: Path, tensors: Tensors) -> None:
         """Fill `tensors`, which may be sharded in another way than those that were saved."""
-        try:
-            load(tensors, storage_reader=_Reader(path), process_group=self._group)
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{path} could not be read: {error}") from error
+        read_tensors(path, tensors, self._group)
 
     def load_kept(self, path: Path) -> dict[str, Any] | None:
         """What `save` got as `kept` on this rank; None if it was nothing."""
@@ -160,6 +158,16 @@ def steps_in(folder: Path) -> list[int]:
     """Of the whole checkpoints."""
     matches = [re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.glob("step-*")]
     return [int(match[1]) for match in matches if match is not None]
+
+
+def read_tensors(path: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> None:
+    """Fill `tensors`; all ranks of the group call it, or a process that has no ranks around it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
+            load(tensors, storage_reader=_Reader(path), process_group=group)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{path} could not be read: {error}") from error
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from .checkpoint import read_state, read_tensors
+from .config import read_run
 from .model import GPT, GPTConfig
-from .models import HuggingFaceLM
+from .models import HuggingFaceLM, build_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -67,6 +69,16 @@ def export(model: nn.Module, folder: Path) -> None:
     else:
         raise TypeError(f"cannot export a {type(model).__name__}; expected a model from build_model")
     _save(config, weights, folder)
+
+
+def export_checkpoint(checkpoint: Path, folder: Path) -> None:
+    """The same from a checkpoint of `zeropp train`, in one process without ranks."""
+    run = read_run(read_state(checkpoint)["run"])
+    model = build_model(run.model, run.seed)
+    weights = get_model_state_dict(model)
+    read_tensors(checkpoint, {"model": weights})
+    model.load_state_dict(weights)
+    export(model, folder)
 
 
 def _save(config: PreTrainedConfig, weights: dict[str, Tensor], folder: Path) -> None:
