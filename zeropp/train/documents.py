@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import sysconfig
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -121,7 +122,7 @@ class Stream:
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens start .. stop - 1."""
         tokens = np.empty(stop - start, np.int64)
-        filled, index = 0, int(np.searchsorted(self._starts, start, side="right")) - 1
+        filled, index = 0, bisect_right(self._starts, start) - 1
         while filled < len(tokens):
             begin = int(self._starts[index])
             part = self._documents[index][start + filled - begin : stop - begin]
