@@ -101,7 +101,9 @@ def test_a_world_of_2048_ranks() -> None:
     gathers = [event for event in trace.events if isinstance(event, Gather) and event.unit == "blocks.7"]
     reductions = [event for event in trace.events if isinstance(event, Reduce) and event.unit == "blocks.7"]
     width, hidden = 768, 2048
-    shard = (4 * width * width + 3 * width * hidden) // 2048 + 2  # two norms: one element each, padded
+    # FSDP2 cuts along the first dimension, which is padded to one row per rank: six matrices have rows of the
+    # width, one has rows of the hidden size, and two norms have one element.
+    shard = 6 * width + hidden + 2
     int8, int4 = (BlockFormat(bits, 128).row_bytes(shard) for bits in (8, 4))
     assert [[(hop.level, hop.wire_bytes) for hop in event.hops] for event in gathers] == [
         [("across", 127 * int8), ("in-node", 15 * 128 * int8)],
