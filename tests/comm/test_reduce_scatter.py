@@ -58,7 +58,7 @@ def _reduce(config: zeropp.Config, shard_numel: int, dtype: torch.dtype, op_name
 
 
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -160,7 +160,7 @@ def test_what_is_not_finite_arrives_where_it_belongs(ranks: Ranks, bad: float, n
 
 
 @settings(
-    max_examples=40,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
