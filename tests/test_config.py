@@ -62,6 +62,7 @@ def test_it_is_frozen_and_documented() -> None:
         ({"refresh_every": 10}, "both are about differences: use weights='delta-int4'"),
         ({"weights": "delta-int4", "refresh_every": -1}, "Config.refresh_every is -1; expected a number of"),
         ({"seed": -1}, "Config.seed is -1; expected an integer from 0 to 2^64 - 1"),
+        ({"seed": 3}, "Config.seed is 3 with rounding='nearest', which has no noise"),
         ({"node_size": 0}, "Config.node_size is 0; expected a positive number of ranks"),
         ({"node_size": "all"}, "Config.node_size is 'all'"),
         ({"node_size": True}, "Config.node_size is True"),

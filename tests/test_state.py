@@ -45,6 +45,7 @@ def _stop_and_go_on(trainer: Trainer, path: Path) -> Trainer:
         again.net, again.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     again.zpp.load_state_dict(torch.load(path, weights_only=True))
+    again.zpp.load_state_dict(again.zpp.state_dict())  # saved again before the first gather
     return again
 
 
@@ -170,6 +171,10 @@ def _refused() -> list[str]:
         zpp.set_config(CONFIGS["paper"])
     messages.append(str(pending.value))
     assert zpp.config == CONFIGS["default"]
+    zpp.drop_pending_gradients()
+    zpp.remove()
+    with pytest.raises(RuntimeError, match="set_config after remove"):
+        zpp.set_config(CONFIGS["paper"])
     return messages
 
 

@@ -147,6 +147,11 @@ class Config:
                 f"Config.rotate is {self.rotate} and rounding is {self.rounding!r} with gradients sent as "
                 f"{codecs[0]!r} and {codecs[1]!r}; both are about integers: use 'int8' or 'int4'"
             )
+        if self.seed and self.rounding != "stochastic":
+            raise ValueError(
+                f"Config.seed is {self.seed} with rounding={self.rounding!r}, which has no noise; use "
+                "rounding='stochastic', or seed=0"
+            )
         if self.rotate and self.block_size < MIN_ROTATED_BLOCK_SIZE:
             raise ValueError(
                 f"Config.block_size is {self.block_size} with rotate=True; expected "

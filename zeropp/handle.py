@@ -100,6 +100,8 @@ class ZeroPP:
         overrides = dict(overrides or {})
         _check_configs(config, overrides)
         self._raise_if_pending()
+        if not self._handles:
+            raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
         # Everything that can fail comes before the first change.
         chosen = choose_configs([treatment.unit for treatment in self.treatments], config, overrides)
         treatments = [treat(unit, own, self.ledger, self._scratch) for unit, own in chosen.items()]

@@ -87,6 +87,8 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
         treatment.notes.append("HSDP's all-reduce stays FSDP2's; on a 1-D mesh zeropp compresses all of it")
     if config.secondary and topology.is_one_node:
         treatment.notes.append("one node: no node shard to keep")
+    if config.error_feedback and topology.is_one_node:
+        treatment.notes.append("one node: no hop between nodes for error feedback")
     if unit.is_frozen:
         treatment.notes.append("frozen")
     return treatment

@@ -32,7 +32,7 @@ def test_every_run_is_held_against_the_first(tmp_path: Path) -> None:
     assert dict(zip(COLUMNS, ours, strict=True)) == {
         "": "ours", "steps": "20", "loss": "2.7105", "validation loss": "1.9800", "vs first": "-1.00%",
         "bytes across nodes": "800,000", "per parameter": "0.80", "less by": "20.0x", "tokens/s": "2,000",
-        "peak MiB": "300", "zeropp keeps": "3.0",
+        "peak MiB": "300", "zeropp keeps MiB": "3.0",
     }  # fmt: skip
     assert (plain[4], plain[7]) == ("-", "-")
 

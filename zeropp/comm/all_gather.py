@@ -99,6 +99,8 @@ class AllGather:
         if self.differences is None or self.node_shard is None or not self.differences.has_reference:
             return {}
         kept = self.node_shard.state_dict(row=self._member)
+        if self._restored:  # and not in place yet
+            kept["rows"] = [row for _, row in sorted(self._restored.items())]
         return {"node_shard": kept, "differences": self.differences.sent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ COLUMNS = (
     "less by",
     "tokens/s",
     "peak MiB",
-    "zeropp keeps",
+    "zeropp keeps MiB",
 )
 EXPLANATION = (
     "loss: mean of the last ten steps. vs first: of the validation loss, against the first run. bytes: sent "
@@ -150,6 +150,6 @@ def _validation_figure(runs: Mapping[str, Metrics]) -> Any:
 
 def _bytes_figure(runs: Mapping[str, Metrics]) -> Any:
     figure = graph_objects().Figure()
-    figure.add_bar(x=list(runs), y=[_bytes_per_node(run) / run.info.parameters for run in runs.values()])
-    figure.update_layout(title="Bytes across nodes, per node, parameter and step", height=HEIGHT)
-    return figure.update_yaxes(type="log")
+    sent = [_bytes_per_node(run) / run.info.parameters for run in runs.values()]
+    figure.add_bar(x=list(runs), y=sent, texttemplate="%{y:.2f}")
+    return figure.update_layout(title="Bytes across nodes, per node, parameter and step", height=HEIGHT)

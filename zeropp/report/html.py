@@ -83,7 +83,10 @@ def _parts_figure(results: Results, micro_batches: int) -> Any:
     for part in PARTS:
         values = [cell.parts_ms.get(part, 0.0) for _, cell in cells]
         if any(values):
-            figure.add_bar(y=[title for title, _ in cells], x=values, orientation="h", name=part)
+            # plotly has ten colors and there are more parts: compute gets one that is not among them.
+            color = "#8d96a5" if part == "compute" else None
+            titles = [title for title, _ in cells]
+            figure.add_bar(y=titles, x=values, orientation="h", name=part, marker_color=color)
     figure.update_layout(title="Where the time goes (ms)", barmode="stack", height=HEIGHT, margin={"l": 260})
     figure.update_yaxes(autorange="reversed")
     return figure
