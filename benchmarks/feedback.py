@@ -45,13 +45,13 @@ def all_gradients() -> dict[str, list[Tensor]]:
 def errors(given: list[Tensor], average: float | None) -> tuple[float, float]:
     """Relative errors of the sum, and of one step (the mean over all); None: without feedback."""
     codec = BlockCodec(BlockFormat(4, BLOCK_SIZE))
-    kept = feedback.Feedback(BLOCK_SIZE)
+    kept = feedback.Feedback()
     feedback.AVERAGE = average or 1.0
     total, single = torch.zeros(1, NUMEL), 0.0
     for gradient in given:
         sums, sent = gradient.clone(), torch.empty(1, codec.row_bytes(NUMEL), dtype=torch.uint8)
         if average is not None:
-            kept.add_to(0, sums)
+            kept.add_to(0, sums, codec)
         codec.encode(sums, sent)
         decoded = torch.empty(1, NUMEL)
         codec.decode(sent, decoded)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,33 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint  # type: ignore[attr-defined]
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
-from tests.training import Block, Net, Trainer, batches, local, loss_of, make_net
+from tests.training import Net, compare_with_plain, make_net
 
 ON_2X2 = zeropp.Config(node_size=2)
-
-
-def _compare(make: Callable[[], Net], config: zeropp.Config, steps: int = 5) -> dict[str, Any]:
-    """Train the same model under plain FSDP2 and under zeropp."""
-    plain, ours = Trainer(None, net=make()), Trainer(config, net=make())
-    losses = [[trainer.step() for _ in range(steps)] for trainer in (plain, ours)]
-    assert ours.zpp is not None
-    hops = {(key.unit, key.hop) for key, _ in ours.zpp.ledger.rows()}
-    return {"plain": losses[0], "ours": losses[1], "hops": hops}
 
 
 def mixed_precision(reduce_dtype: torch.dtype | None) -> Net:
@@ -145,7 +126,7 @@ MODES: list[Callable[[], Net]] = [
 @pytest.mark.parametrize("name", ["default", "four_bit"])
 @pytest.mark.parametrize("make", MODES)
 def test_trains_like_plain_fsdp2(ranks: Ranks, make: Callable[[], Net], name: str) -> None:
-    for result in ranks.run(_compare, make, CONFIGS[name]):
+    for result in ranks.run(compare_with_plain, make, CONFIGS[name]):
         assert result["ours"] == pytest.approx(result["plain"], rel=0.01)
         assert result["ours"] != result["plain"]  # it was not plain FSDP2 that trained
         assert {hop for _, hop in result["hops"]} >= {"across", "in-node"}
@@ -156,256 +137,10 @@ def test_trains_like_plain_fsdp2(ranks: Ranks, make: Callable[[], Net], name: st
 )
 def test_secondary_is_exact_in_other_modes(ranks: Ranks, make: Callable[[], Net]) -> None:
     kept, not_kept = (
-        ranks.run(_compare, make, zeropp.Config(node_size=2, secondary=secondary))[0]["ours"]
+        ranks.run(compare_with_plain, make, zeropp.Config(node_size=2, secondary=secondary))[0]["ours"]
         for secondary in (True, False)
     )
     assert kept == not_kept
-
-
-def _gradient_divide_factor(factor: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """torchtitan sets a divide factor of 1.0 on every unit: PREMUL_SUM, which gloo itself does not have."""
-    exact = zeropp.Config(gradients_in_node="none", gradients_across="none", weights="none", node_size=2)
-    plain, ours = Trainer(None), Trainer(exact)
-    for module in ours.net.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(factor)
-    plain.backward()
-    ours.backward()
-    return plain.local_gradients(), ours.local_gradients()
-
-
-@pytest.mark.parametrize("factor", [1.0, 4.0, 6.0])
-def test_gradient_divide_factor(ranks: Ranks, factor: float) -> None:
-    for plain, ours in ranks.run(_gradient_divide_factor, factor):
-        for name, gradient in plain.items():
-            torch.testing.assert_close(ours[name] * factor, gradient * 4, rtol=1e-5, atol=1e-6)
-
-
-def _clipped(config: zeropp.Config | None) -> tuple[float, float]:
-    trainer = Trainer(config)
-    trainer.backward()
-    norm = torch.nn.utils.clip_grad_norm_(trainer.net.parameters(), 0.1)
-    after = torch.nn.utils.get_total_norm([p.grad for p in trainer.net.parameters() if p.grad is not None])
-    return cast(DTensor, norm).full_tensor().item(), cast(DTensor, after).full_tensor().item()
-
-
-def test_clip_grad_norm(ranks: Ranks) -> None:
-    plain, ours = ranks.run(_clipped, None), ranks.run(_clipped, ON_2X2)
-    assert len(set(ours)) == 1  # the same on all ranks
-    assert ours[0][0] == pytest.approx(plain[0][0], rel=0.02)
-    assert ours[0][1] == pytest.approx(0.1, rel=1e-3)
-
-
-def _scaled_step(bad_rank: int | None) -> tuple[bool, float, float]:
-    trainer = Trainer(ON_2X2)
-    trainer.step()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = [local(p).clone() for p in trainer.net.parameters()]
-    trainer.optimizer.zero_grad()
-    loss = loss_of(trainer.net, next(trainer.data))
-    if dist.get_rank() == bad_rank:
-        loss = loss * torch.inf
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    scaler.step(trainer.optimizer)
-    scaler.update()
-    moved = any(not torch.equal(a, local(b)) for a, b in zip(before, trainer.net.parameters(), strict=True))
-    return moved, scaler.get_scale(), trainer.evaluate()
-
-
-def test_grad_scaler_skips_a_step_that_is_not_finite(ranks: Ranks) -> None:
-    assert {(moved, scale) for moved, scale, _ in ranks.run(_scaled_step, None)} == {(True, 8.0)}
-    for moved, scale, loss in ranks.run(_scaled_step, 2):
-        assert not moved
-        assert scale == 4.0
-        assert loss == loss  # and the weights are still good
-
-
-def _one_bad_gradient(value: float, row: int) -> bool:
-    """One bad value in one rank's gradient of one weight: is this rank's shard of it finite?"""
-    trainer = Trainer(ON_2X2)
-    layer: nn.Linear = cast(Any, trainer.net.blocks[0]).up
-    if dist.get_rank() == 3:
-
-        def poison(module: nn.Module, inputs: Any) -> None:
-            def hook(gradient: Tensor) -> Tensor:
-                gradient = gradient.clone()
-                gradient[row, 0] = value
-                return gradient
-
-            cast(Any, layer.weight).register_hook(hook)  # the whole weight: FSDP2 has just gathered it
-
-        layer.register_forward_pre_hook(poison)
-    trainer.backward()
-    assert layer.weight.grad is not None
-    return bool(local(layer.weight.grad).isfinite().all())
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_one_bad_gradient_reaches_its_owner(ranks: Ranks, value: float) -> None:
-    # 37 rows over 4 ranks, 10 each: row 13 is rank 1's
-    assert ranks.run(_one_bad_gradient, value, 13) == [True, False, True, True]
-
-
-def _gradient_sync_off() -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """FSDP2's own way to accumulate: unsharded gradients, no communication."""
-    gradients = []
-    for config in (None, ON_2X2):
-        trainer = Trainer(config)
-        for micro_batch in range(3):
-            cast(FSDPModule, trainer.net).set_requires_gradient_sync(micro_batch == 2)
-            loss_of(trainer.net, next(trainer.data)).backward()  # type: ignore[no-untyped-call]
-        gradients.append(trainer.local_gradients())
-    assert trainer.zpp is not None
-    calls = trainer.zpp.ledger.total(collective="reduce_scatter", hop="across").calls
-    return gradients[0], gradients[1], calls
-
-
-def test_set_requires_gradient_sync(ranks: Ranks) -> None:
-    for plain, ours, calls in ranks.run(_gradient_sync_off):
-        assert calls == 3  # once for each unit
-        flat_plain, flat_ours = (torch.cat([g.flatten() for g in some.values()]) for some in (plain, ours))
-        assert (flat_plain - flat_ours).norm() < 0.15 * flat_plain.norm()
-
-
-class _Adapter(nn.Module):
-    """A frozen linear layer with a small trainable correction."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(3, base.in_features) * 0.1)
-        self.b = nn.Parameter(torch.zeros(base.out_features, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + x @ self.a.T @ self.b.T
-        return out
-
-
-def lora(base_in_units_of_its_own: bool = False) -> Net:
-    torch.manual_seed(0)
-    net = Net()
-    net.requires_grad_(False)
-    for block in net.blocks:
-        assert isinstance(block, Block)
-        block.up = _Adapter(block.up)  # type: ignore[assignment]
-        block.down = _Adapter(block.down)  # type: ignore[assignment]
-        if base_in_units_of_its_own:
-            fully_shard(block.up.base)  # type: ignore[arg-type]
-            fully_shard(block.down.base)  # type: ignore[arg-type]
-        fully_shard(block)
-    fully_shard(net)
-    return net
-
-
-def _lora_run() -> dict[str, Any]:
-    result = _compare(lora, ON_2X2, steps=6)
-    trainer = Trainer(ON_2X2, net=lora())
-    for _ in range(3):
-        trainer.step()
-    assert trainer.zpp is not None
-    ledger = trainer.zpp.ledger
-    for unit in ("(root)", "blocks.0"):
-        result[unit] = ledger.total(unit=unit, collective="all_gather", hop="across").calls
-    return result
-
-
-def test_adapters_on_a_frozen_base(ranks: Ranks) -> None:
-    for result in ranks.run(_lora_run):
-        assert result["ours"] == pytest.approx(result["plain"], rel=0.01)
-        assert result["(root)"] == 1  # frozen: embeddings and head cross nodes once
-        assert result["blocks.0"] == 3
-
-
-def _base_in_units_of_its_own(name: str) -> tuple[dict[str, int], int, int]:
-    """Calls across nodes by unit, and bytes of the weights across nodes in the first step and in the last."""
-    trainer = Trainer(CONFIGS[name], net=lora(base_in_units_of_its_own=True))
-    assert trainer.zpp is not None
-    ledger, sent = trainer.zpp.ledger, [0]
-    for _ in range(4):
-        trainer.step()
-        sent.append(ledger.total(collective="all_gather", hop="across").wire_bytes)
-    units = ("(root)", "blocks.0", "blocks.0.up.base", "blocks.1.down.base")
-    calls = {unit: ledger.total(unit=unit, collective="all_gather", hop="across").calls for unit in units}
-    return calls, sent[1] - sent[0], sent[-1] - sent[-2]
-
-
-@pytest.mark.parametrize("name", ["default", "four_bit"])
-def test_a_frozen_base_crosses_nodes_once_per_run(ranks: Ranks, name: str) -> None:
-    for calls, first, last in ranks.run(_base_in_units_of_its_own, name):
-        assert calls == {"(root)": 1, "blocks.0": 4, "blocks.0.up.base": 1, "blocks.1.down.base": 1}
-        assert 0 < last < 0.2 * first  # adapters, biases and norms only
-
-
-def _save(folder: str) -> list[float]:
-    trainer = Trainer(ON_2X2)
-    for _ in range(3):
-        trainer.step()
-    model_state, optimizer_state = get_state_dict(trainer.net, trainer.optimizer)
-    state_dict_saver.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    return [trainer.evaluate()]
-
-
-def _load(folder: str, node_size: int) -> tuple[float, float]:
-    trainer = Trainer(zeropp.Config(node_size=node_size))
-    trainer.step()  # other weights, and a node shard of them
-    model_state, optimizer_state = get_state_dict(trainer.net, trainer.optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    state_dict_loader.load(state, checkpoint_id=folder)
-    set_state_dict(
-        trainer.net, trainer.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-    )
-    trainer.data = batches(5)
-    with torch.inference_mode():
-        loss = loss_of(trainer.net, _fixed_batch()).item()
-    trainer.step()
-    return loss, trainer.evaluate()
-
-
-def _fixed_batch() -> Tensor:
-    return torch.arange(36).view(4, 9) % 29
-
-
-def _full_state_loss(folder: str) -> float:
-    """The loss of the checkpoint in a plain, unsharded model."""
-    net = Net()
-    state = {"model": net.state_dict()}
-    state_dict_loader.load(state, checkpoint_id=folder)
-    net.load_state_dict(state["model"])
-    with torch.no_grad():
-        return loss_of(net, _fixed_batch()).item()
-
-
-def test_dcp_to_another_world_size(ranks: Ranks, tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    ranks.run(_save, folder)
-    exact = ranks.run(_full_state_loss, folder, world=1)[0]
-    for world, node_size in ((6, 2), (2, 1), (4, 4)):
-        results = ranks.run(_load, folder, node_size, world=world)
-        assert len({loss for loss, _ in results}) == 1
-        assert results[0][0] == pytest.approx(exact, rel=0.01)
-
-
-def _full_state_dict() -> bool:
-    trainer = Trainer(ON_2X2)
-    trainer.step()
-    options = StateDictOptions(full_state_dict=True)
-    model_state, optimizer_state = get_state_dict(trainer.net, trainer.optimizer, options=options)
-    saved: dict[str, Any] = copy.deepcopy(model_state)
-    trainer.step()
-    set_state_dict(
-        trainer.net,
-        trainer.optimizer,
-        model_state_dict=model_state,
-        optim_state_dict=optimizer_state,
-        options=options,
-    )
-    trainer.evaluate()  # would raise if the load had gone unnoticed
-    now: dict[str, Any] = get_model_state_dict(trainer.net, options=options)
-    return all(torch.equal(now[name], saved[name]) for name in saved)
-
-
-def test_full_state_dict(ranks: Ranks) -> None:
-    assert all(ranks.run(_full_state_dict))
 
 
 class _Mlp(nn.Module):

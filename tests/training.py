@@ -129,3 +129,12 @@ class Trainer:
 def local(tensor: Any) -> Tensor:
     """This rank's part of a DTensor."""
     return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def compare_with_plain(make: Callable[[], Net], config: zeropp.Config, steps: int = 5) -> dict[str, Any]:
+    """Train the same model under plain FSDP2 and under zeropp."""
+    plain, ours = Trainer(None, net=make()), Trainer(config, net=make())
+    losses = [[trainer.step() for _ in range(steps)] for trainer in (plain, ours)]
+    assert ours.zpp is not None
+    hops = {(key.unit, key.hop) for key, _ in ours.zpp.ledger.rows()}
+    return {"plain": losses[0], "ours": losses[1], "hops": hops}

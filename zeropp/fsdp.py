@@ -56,6 +56,14 @@ class Unit:
         """Whether an optimizer with these parameters (by id) can change the unit's weights."""
         return any(id(p) in optimizer_params and (p.requires_grad or p.grad is not None) for p in self.params)
 
+    def shard_lengths(self) -> list[int]:
+        """Elements of each parameter in a rank's shard, padding included, the same on every rank.
+
+        The layout of what is gathered, and of what is reduced if all parameters have gradients."""
+        return [
+            p.padded_sharded_param_size.numel() for group in self._param_groups for p in group.fsdp_params
+        ]
+
     def gather_dtypes(self) -> set[torch.dtype]:
         """The dtypes that FSDP2 gathers; if there are several, it sends raw bytes."""
         cast_to = self._param_groups[0].mp_policy.param_dtype

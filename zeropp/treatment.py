@@ -74,9 +74,10 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
     treatment.topology = topology = Topology.of(unit.group, config.node_size)
     hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
     wire = Wire(unit.name, topology, ledger, scratch)
+    parameters = unit.shard_lengths()
     treatment.comms = (
-        AllGather(wire, hops, config),
-        ReduceScatter(wire, hops[::-1], config, unit.has_no_gradients),
+        AllGather(wire, hops, config, parameters),
+        ReduceScatter(wire, hops[::-1], config, unit.has_no_gradients, parameters),
     )
     dtypes = unit.gather_dtypes()
     if config.weights != "none" and (len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES):

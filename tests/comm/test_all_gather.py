@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,17 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import zeropp
+from tests.configs import PARAMETERS
 from tests.ranks import Ranks
 from zeropp.comm import AllGather, Ledger, Scratch, StaleWeightsError, Wire
 from zeropp.topology import Topology
 
 
-def make_all_gather(config: zeropp.Config) -> AllGather:
+def make_all_gather(config: zeropp.Config, parameters: Sequence[int] = ()) -> AllGather:
     group = dist.group.WORLD
     assert group is not None
     topology = Topology.of(group, config.node_size)
     hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
-    return AllGather(Wire("unit", topology, Ledger(), Scratch()), hops, config)
+    return AllGather(Wire("unit", topology, Ledger(), Scratch()), hops, config, parameters)
 
 
 def shard_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -39,9 +41,11 @@ def gather(comm: AllGather, shard: Tensor) -> Tensor:
     return out
 
 
-def _gather_twice(config: zeropp.Config, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Any]:
-    comm = make_all_gather(config)
-    shard = shard_of(dist.get_rank(), numel, dtype)
+def _gather_twice(
+    config: zeropp.Config, parameters: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Any]:
+    comm = make_all_gather(config, parameters)
+    shard = shard_of(dist.get_rank(), sum(parameters), dtype)
     first, second = gather(comm, shard), gather(comm, shard)
     calls = {key.hop: traffic.calls for key, traffic in comm.wire.ledger.rows()}
     return first, second, (calls, comm.node_shard.nbytes if comm.node_shard else None)
@@ -55,31 +59,33 @@ def _gather_twice(config: zeropp.Config, numel: int, dtype: torch.dtype) -> tupl
 )
 @given(
     layout=st.sampled_from([(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]),
-    numel=st.sampled_from([1, 2, 31, 127, 128, 129, 1009]) | st.integers(1, 600),
+    parameters=PARAMETERS,
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     codec=st.sampled_from(["none", "bf16", "int8", "int4", "delta-int4"]),
     route=st.sampled_from(["two-hop", "flat"]),
     secondary=st.booleans(),
+    block_size=st.sampled_from([32, 128]),
 )
 def test_every_rank_gets_the_same_decoded_weights(
     ranks: Ranks,
     layout: tuple[int, int],
-    numel: int,
+    parameters: tuple[int, ...],
     dtype: torch.dtype,
     codec: Any,
     route: Any,
     secondary: bool,
+    block_size: int,
 ) -> None:
     nodes, per_node = layout
     if codec == "delta-int4":
         route, secondary = "two-hop", True
     kept = secondary and route == "two-hop"
     config = zeropp.Config(
-        weights=codec, secondary=kept, route=route, node_size=per_node,
+        weights=codec, secondary=kept, route=route, node_size=per_node, block_size=block_size,
         gradients_in_node="none", gradients_across="none",
     )  # fmt: skip
-    results = ranks.run(_gather_twice, config, numel, dtype, world=nodes * per_node)
-    exact = torch.cat([shard_of(rank, numel, dtype) for rank in range(nodes * per_node)])
+    results = ranks.run(_gather_twice, config, parameters, dtype, world=nodes * per_node)
+    exact = torch.cat([shard_of(rank, sum(parameters), dtype) for rank in range(nodes * per_node)])
     reference = results[0][0]
     assert all(torch.equal(out, reference) for first, second, _ in results for out in (first, second))
     int8 = 0.51 / 127

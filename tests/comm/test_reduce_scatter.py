@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import zeropp
-from tests.configs import CONFIGS
+from tests.configs import CONFIGS, PARAMETERS
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, ReduceScatter, Scratch, Wire
 from zeropp.comm.reduce_scatter import scale_of
@@ -27,13 +28,13 @@ LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]
 HALF_STEP = {"none": 1e-6, "bf16": 2.0**-9, "int8": 0.51 / 127, "int4": 1.02 / 8}
 
 
-def make_reduce_scatter(config: zeropp.Config) -> ReduceScatter:
+def make_reduce_scatter(config: zeropp.Config, parameters: Sequence[int] = ()) -> ReduceScatter:
     group = dist.group.WORLD
     assert group is not None
     topology = Topology.of(group, config.node_size)
     hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
     wire = Wire("unit", topology, Ledger(), Scratch())
-    return ReduceScatter(wire, hops[::-1], config, gradients_dropped=lambda: False)
+    return ReduceScatter(wire, hops[::-1], config, lambda: False, parameters)
 
 
 def gradients_of(rank: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -47,10 +48,12 @@ def reduce_once(comm: ReduceScatter, full: Tensor, op: Any) -> Tensor:
     return out
 
 
-def _reduce(config: zeropp.Config, shard_numel: int, dtype: torch.dtype, op_name: str, seed: int) -> Tensor:
+def _reduce(
+    config: zeropp.Config, parameters: tuple[int, ...], dtype: torch.dtype, op_name: str, seed: int
+) -> Tensor:
     op = {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM, "premul": ReduceOp.PREMUL_SUM(0.125)}[op_name]
-    comm = make_reduce_scatter(config)
-    full = gradients_of(dist.get_rank(), dist.get_world_size() * shard_numel, dtype, seed)
+    comm = make_reduce_scatter(config, parameters)
+    full = gradients_of(dist.get_rank(), dist.get_world_size() * sum(parameters), dtype, seed)
     before = full.clone()
     out = reduce_once(comm, full, op)
     assert torch.equal(full, before)
@@ -65,7 +68,7 @@ def _reduce(config: zeropp.Config, shard_numel: int, dtype: torch.dtype, op_name
 )
 @given(
     layout=st.sampled_from(LAYOUTS),
-    shard_numel=st.sampled_from([1, 2, 31, 127, 128, 129, 1009]) | st.integers(1, 600),
+    parameters=PARAMETERS,
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     codecs=st.tuples(*[st.sampled_from(["none", "bf16", "int8", "int4"])] * 2),
     op=st.sampled_from(["avg", "sum", "premul"]),
@@ -75,7 +78,7 @@ def _reduce(config: zeropp.Config, shard_numel: int, dtype: torch.dtype, op_name
 def test_error_is_within_the_bound_of_the_codecs(
     ranks: Ranks,
     layout: tuple[int, int],
-    shard_numel: int,
+    parameters: tuple[int, ...],
     dtype: torch.dtype,
     codecs: tuple[Any, Any],
     op: str,
@@ -87,8 +90,8 @@ def test_error_is_within_the_bound_of_the_codecs(
     config = zeropp.Config(
         gradients_in_node=codecs[0], gradients_across=codecs[1], block_size=block_size, node_size=per_node
     )
-    results = ranks.run(_reduce, config, shard_numel, dtype, op, seed, world=world)
-    inputs = [gradients_of(rank, world * shard_numel, dtype, seed).double() for rank in range(world)]
+    results = ranks.run(_reduce, config, parameters, dtype, op, seed, world=world)
+    inputs = [gradients_of(rank, world * sum(parameters), dtype, seed).double() for rank in range(world)]
     factor = {"avg": 1 / world, "sum": 1.0, "premul": 0.125}[op]
     exact = torch.stack(inputs).sum(0) * factor
     largest = max(x.abs().max().item() for x in inputs) * factor * world
@@ -107,15 +110,16 @@ def test_the_result_is_the_true_mean_whatever_the_number_of_ranks(
     nodes, per_node = layout
     world = nodes * per_node
     config = zeropp.Config(gradients_in_node="none", gradients_across="none", node_size=per_node)
-    result = torch.cat(ranks.run(_reduce, config, 100, torch.float32, "avg", 0, world=world))
+    result = torch.cat(ranks.run(_reduce, config, (100,), torch.float32, "avg", 0, world=world))
     exact = torch.stack([gradients_of(rank, world * 100, torch.float32, 0) for rank in range(world)]).mean(0)
     torch.testing.assert_close(result, exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_error_has_no_bias(ranks: Ranks, name: str) -> None:
-    numel = 50_000
-    result = torch.cat(ranks.run(_reduce, CONFIGS[name], numel, torch.float32, "avg", 3))
+    parameters = (50, 30_000, 77, 20_000)
+    numel = sum(parameters)
+    result = torch.cat(ranks.run(_reduce, CONFIGS[name], parameters, torch.float32, "avg", 3))
     exact = torch.stack([gradients_of(rank, 4 * numel, torch.float32, 3) for rank in range(4)]).mean(0)
     error = (result - exact).double()
     standard_error = error.std().item() / math.sqrt(error.numel())
@@ -127,7 +131,7 @@ def test_the_error_has_no_bias(ranks: Ranks, name: str) -> None:
 def test_the_default_is_more_exact_than_the_paper(ranks: Ranks) -> None:
     exact = torch.stack([gradients_of(rank, 4 * 9973, torch.float32, 5) for rank in range(4)]).mean(0)
     errors = {
-        name: (torch.cat(ranks.run(_reduce, config, 9973, torch.float32, "avg", 5)) - exact).norm()
+        name: (torch.cat(ranks.run(_reduce, config, (9973,), torch.float32, "avg", 5)) - exact).norm()
         / exact.norm()
         for name, config in {
             "ours": zeropp.Config(node_size=2),

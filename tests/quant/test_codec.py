@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from zeropp.quant import BlockCodec, BlockFormat, CastCodec, make_codec
 
@@ -58,6 +60,60 @@ def test_encode_and_decode_with_the_same_order_put_rows_back(
     alone = torch.empty(1, codec.row_bytes(numel), dtype=torch.uint8)
     codec.encode(x[order[2] : order[2] + 1], alone)
     assert torch.equal(alone[0], encoded[2])
+
+
+FORMATS = st.builds(
+    BlockFormat, st.sampled_from([4, 8]), st.just(64), rotate=st.booleans(), stochastic=st.booleans()
+)
+
+
+@settings(deadline=None)  # the first call may compile
+@given(FORMATS, FORMATS, st.lists(st.integers(1, 200), min_size=1, max_size=4), st.permutations(range(3)))
+def test_a_row_with_block_starts_is_several_rows(
+    fmt: BlockFormat, into: BlockFormat, lengths: list[int], order: list[int]
+) -> None:
+    """In every operation, to the last bit: each part is what it would be alone, one after the other."""
+    numel, starts = sum(lengths), tuple(accumulate(lengths))[:-1]
+    codec, alone = BlockCodec(fmt).with_block_starts(starts), BlockCodec(fmt)
+    second, second_alone = BlockCodec(into, starts), BlockCodec(into)
+    columns = [slice(start, start + length) for start, length in zip((0, *starts), lengths, strict=True)]
+    x, seed = torch.randn(2, 3, numel), 5
+    encoded = torch.stack([_encode(codec, rows, order, seed=seed) for rows in x])
+    parts = [
+        torch.stack([_encode(alone, rows[:, at], order, seed=seed, offset=at.start) for rows in x])
+        for at in columns
+    ]
+    assert torch.equal(encoded, torch.cat(parts, dim=-1))
+
+    decoded, total = torch.empty(3, numel), torch.ones(3, numel)
+    codec.decode(encoded[0], decoded, order)
+    codec.decode_sum(encoded, total, 0.5, accumulate=True)
+    recoded = torch.empty(3, second.row_bytes(numel), dtype=torch.uint8)
+    codec.recode(encoded, second, recoded, numel, 0.5, seed=seed)
+    for part, at, length in zip(parts, columns, lengths, strict=True):
+        decoded_alone, total_alone = torch.empty(3, length), torch.ones(3, length)
+        alone.decode(part[0], decoded_alone, order)
+        alone.decode_sum(part, total_alone, 0.5, accumulate=True)
+        assert torch.equal(decoded[:, at], decoded_alone)
+        assert torch.equal(total[:, at], total_alone)
+        recoded_alone = torch.empty(3, second_alone.row_bytes(length), dtype=torch.uint8)
+        alone.recode(part, second_alone, recoded_alone, length, 0.5, seed=seed, offset=at.start)
+        assert torch.equal(recoded[:, : recoded_alone.shape[1]], recoded_alone)
+        recoded = recoded[:, recoded_alone.shape[1] :]
+    assert recoded.shape[1] == 0
+
+
+def _encode(codec: BlockCodec, x: Tensor, order: list[int], seed: int, offset: int = 0) -> Tensor:
+    encoded = torch.full((len(x), codec.row_bytes(x.shape[1])), 255, dtype=torch.uint8)
+    codec.encode(x, encoded, order, seed, offset)
+    return encoded
+
+
+def test_block_starts_outside_of_a_row_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"block_starts is \(40,\); expected columns of a row of 40 elements"
+    ):
+        BlockCodec(BlockFormat(8, 32), (40,)).row_bytes(40)
 
 
 @settings(deadline=None)  # the first call may compile

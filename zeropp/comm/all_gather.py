@@ -35,7 +35,7 @@ from ..quant import QUANTIZABLE_DTYPES, CastCodec, Codec, make_codec
 from ..topology import Hop
 from .differences import Differences
 from .node_shard import NodeShard, fingerprint
-from .pipeline import column_chunks, run_pipelined
+from .pipeline import Columns, column_chunks, run_pipelined
 from .wire import Wire
 
 WEIGHTS_FIELDS = (
@@ -53,8 +53,12 @@ WEIGHTS_FIELDS = (
 class AllGather:
     """Takes the place of FSDP2's all-gather in one unit."""
 
-    def __init__(self, wire: Wire, hops: tuple[Hop, ...], config: Config) -> None:
+    def __init__(
+        self, wire: Wire, hops: tuple[Hop, ...], config: Config, parameters: Sequence[int] = ()
+    ) -> None:
         self.wire = wire
+        self.parameters = tuple(parameters)
+        """Elements of each in a shard, in its order."""
         self.config = config
         self.hops = hops
         """(across, in-node), or the only one."""
@@ -135,9 +139,10 @@ class AllGather:
                 kept.check(input_tensor)
             # Taken now: see [Note: Own slot]
             source = fingerprint(input_tensor) if kept is not None and not reuse else None
+            chunks = column_chunks(input_tensor.numel(), self.config.block_size, self.parameters)
             run_pipelined(
-                self._gather(number, input_tensor[columns], out[:, columns], codec, reuse, group)
-                for number, columns in enumerate(column_chunks(input_tensor.numel(), self.config.block_size))
+                self._gather(number, columns, input_tensor, out, codec, reuse, group)
+                for number, columns in enumerate(chunks)
             )
             self._restored = {}
             if kept is not None and source is not None:
@@ -147,10 +152,19 @@ class AllGather:
         return None
 
     def _gather(
-        self, chunk: int, shard: Tensor, out: Tensor, codec: Codec, reuse: bool, group: ProcessGroup
+        self,
+        chunk: int,
+        columns: Columns,
+        shard: Tensor,
+        out: Tensor,
+        codec: Codec,
+        reuse: bool,
+        group: ProcessGroup,
     ) -> Generator[None]:
-        """Gather one chunk: shard [S] of this rank -> out [W, S]."""
+        """Gather one chunk: its columns of this rank's shard [S] -> those of out [W, S]."""
         unit, device, first = self.wire.unit, shard.device, self.hops[0]
+        shard, out = shard[columns.at], out[:, columns.at]
+        codec = codec.with_block_starts(columns.block_starts)
         row_bytes = codec.row_bytes(shard.numel())
         if self.node_shard is not None:
             encoded = self.node_shard.buffer(chunk, first.size, row_bytes, device)  # [N, E]
@@ -162,24 +176,27 @@ class AllGather:
         if reuse:
             pass
         elif self.differences is not None and self.differences.are_next and _is_float(shard):
-            yield from self.differences.send(chunk, shard, encoded, codec, group)
+            yield from self.differences.send(chunk, shard, encoded, codec, group, columns.block_starts)
         else:
             with record_function(f"zeropp::all_gather.encode ({unit})"):
                 codec.encode(shard.view(1, -1), encoded[self._member].view(1, -1))
             yield from self.wire.all_gather(first, group, encoded)
         if len(self.hops) == 2:
-            encoded, codec = self._for_node(chunk, encoded, codec, shard)
+            encoded, codec = self._for_node(chunk, columns, encoded, codec, shard)
             gathered = yield from self._gather_in_node(chunk, encoded, group)
         else:
             gathered = encoded
         with record_function(f"zeropp::all_gather.decode ({unit})"):
             codec.decode(gathered, out, self._row_order)
 
-    def _for_node(self, chunk: int, kept: Tensor, codec: Codec, shard: Tensor) -> tuple[Tensor, Codec]:
+    def _for_node(
+        self, chunk: int, columns: Columns, kept: Tensor, codec: Codec, shard: Tensor
+    ) -> tuple[Tensor, Codec]:
         """What hop B sends, and its codec: the node shard as it is; with differences, encoded once more."""
         if self.differences is None or self.config.delta_in_node == "bf16" or not _is_float(shard):
             return kept, codec
         in_node = make_codec(self.config.delta_in_node, shard.dtype, self.config.block_size)
+        in_node = in_node.with_block_starts(columns.block_starts)
         size, device = (len(kept), shard.numel()), shard.device
         with record_function(f"zeropp::all_gather.encode ({self.wire.unit})"):
             take = self.wire.scratch.take

@@ -49,22 +49,29 @@ class Differences:
         self.has_reference = True
 
     def send(
-        self, chunk: int, shard: Tensor, reference: Tensor, codec: Codec, group: ProcessGroup
+        self,
+        chunk: int,
+        shard: Tensor,
+        reference: Tensor,
+        codec: Codec,
+        group: ProcessGroup,
+        block_starts: tuple[int, ...] = (),
     ) -> Generator[None]:
         """Bring `reference` [N, E16], encoded by `codec`, up to date with the shards [S] of all members."""
+        wire_codec = self._codec.with_block_starts(block_starts)
         label, me = f"zeropp::all_gather.%s ({self.wire.unit})", (self.hop.group or group).rank()
         numel, members = shard.numel(), self.hop.size
-        encoded = self._scratch(f"encoded.{chunk}", members, self._codec.row_bytes(numel), torch.uint8, shard)
+        encoded = self._scratch(f"encoded.{chunk}", members, wire_codec.row_bytes(numel), torch.uint8, shard)
         with record_function(label % "encode"):
             difference = self._scratch("difference", 1, numel, torch.float32, shard)
             codec.decode(reference[me : me + 1], difference)
             torch.sub(shard.view(1, -1), difference, out=difference)
-            self._codec.encode(difference, encoded[me : me + 1])
+            wire_codec.encode(difference, encoded[me : me + 1])
         yield from self.wire.all_gather(self.hop, group, encoded)
         with record_function(label % "decode"):
             updated = self._scratch("updated", members, numel, torch.float32, shard)
             codec.decode(reference, updated)
-            self._codec.decode_sum(encoded.unsqueeze(0), updated, accumulate=True)
+            wire_codec.decode_sum(encoded.unsqueeze(0), updated, accumulate=True)
             largest = torch.finfo(shard.dtype).max
             codec.encode(updated.clamp_(-largest, largest), reference)  # NaN stays NaN
 

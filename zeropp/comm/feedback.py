@@ -31,8 +31,7 @@ AVERAGE = 0.5
 class Feedback:
     """Kept errors of one unit, chunk by chunk."""
 
-    def __init__(self, block_size: int) -> None:
-        self._codec = BlockCodec(BlockFormat(8, block_size))
+    def __init__(self) -> None:
         self.kept: dict[int, Tensor] = {}
         """Encoded [N, E], by chunk."""
 
@@ -40,30 +39,37 @@ class Feedback:
     def nbytes(self) -> int:
         return sum(kept.numel() for kept in self.kept.values())
 
-    def add_to(self, chunk: int, sums: Tensor) -> None:
-        """sums [N, S] fp32 += kept."""
-        kept = self._kept_for(chunk, sums)
+    def add_to(self, chunk: int, sums: Tensor, codec: BlockCodec) -> None:
+        """sums [N, S] fp32 += kept. They will be sent by `codec`."""
+        kept_codec = _codec_of_kept(codec)
+        kept = self._kept_for(chunk, sums, kept_codec)
         if kept is not None:
-            self._codec.decode_sum(kept.unsqueeze(0), sums, 1.0, accumulate=True)
+            kept_codec.decode_sum(kept.unsqueeze(0), sums, 1.0, accumulate=True)
 
     def keep(self, chunk: int, sums: Tensor, sent: Tensor, codec: BlockCodec) -> None:
         """Keep what `sent`, the encoded sums, has lost of them. Overwrites sums."""
         codec.decode_sum(sent.unsqueeze(0), sums, -1.0, accumulate=True)
-        kept = self._kept_for(chunk, sums)
+        kept_codec = _codec_of_kept(codec)
+        kept = self._kept_for(chunk, sums, kept_codec)
         if AVERAGE < 1:
             sums *= AVERAGE
             if kept is not None:
-                self._codec.decode_sum(kept.unsqueeze(0), sums, 1 - AVERAGE, accumulate=True)
+                kept_codec.decode_sum(kept.unsqueeze(0), sums, 1 - AVERAGE, accumulate=True)
         torch.nan_to_num_(sums, 0.0, 0.0, 0.0)  # [Note: Reset]
         if kept is None:
-            rows, row_bytes = sums.shape[0], self._codec.row_bytes(sums.shape[1])
+            rows, row_bytes = sums.shape[0], kept_codec.row_bytes(sums.shape[1])
             kept = self.kept[chunk] = empty_for_keeps(rows * row_bytes, sums.device).view(rows, row_bytes)
-        self._codec.encode(sums, kept)
+        kept_codec.encode(sums, kept)
 
     def reset(self) -> None:
         self.kept.clear()
 
-    def _kept_for(self, chunk: int, sums: Tensor) -> Tensor | None:
+    def _kept_for(self, chunk: int, sums: Tensor, codec: BlockCodec) -> Tensor | None:
         kept = self.kept.get(chunk)
-        shape = (sums.shape[0], self._codec.row_bytes(sums.shape[1]))
+        shape = (sums.shape[0], codec.row_bytes(sums.shape[1]))
         return kept if kept is not None and kept.shape == shape and kept.device == sums.device else None
+
+
+def _codec_of_kept(sent: BlockCodec) -> BlockCodec:
+    """Eight bits in the blocks of what was sent."""
+    return BlockCodec(BlockFormat(8, sent.fmt.block_size), sent.block_starts)

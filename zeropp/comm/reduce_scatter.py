@@ -39,7 +39,7 @@ from ..config import INTEGERS, CodecName, Config
 from ..quant import QUANTIZABLE_DTYPES, BlockCodec, Codec, make_codec
 from ..topology import Hop, HopName
 from .feedback import Feedback
-from .pipeline import column_chunks, run_pipelined
+from .pipeline import Columns, column_chunks, run_pipelined
 from .wire import Wire
 
 FEEDBACK_FIELDS = (
@@ -66,7 +66,7 @@ class Chunk:
     """Some columns of one reduction, [Note: Chunks] in pipeline.py."""
 
     number: int
-    columns: slice
+    columns: Columns
     rows: Tensor
     """The full gradients [W, S]."""
     out: Tensor
@@ -87,8 +87,11 @@ class ReduceScatter:
         hops: tuple[Hop, ...],
         config: Config,
         gradients_dropped: Callable[[], bool],
+        parameters: Sequence[int] = (),
     ) -> None:
         self.wire = wire
+        self.parameters = tuple(parameters)
+        """Elements of each in a shard, in its order."""
         self.hops = hops
         """(in-node, across), or the only one."""
         self.codec_names: dict[HopName, CodecName] = {
@@ -97,7 +100,7 @@ class ReduceScatter:
             "flat": config.gradients_across,  # Config makes sure that both are the same
         }
         self.config = config
-        self.feedback = Feedback(config.block_size) if config.error_feedback and self.can_defer else None
+        self.feedback = Feedback() if config.error_feedback and self.can_defer else None
         self.calls = 0
         """Reductions so far; numbers the noise of stochastic rounding."""
         self.sync_across = True
@@ -152,13 +155,15 @@ class ReduceScatter:
             Chunk(
                 number,
                 columns,
-                rows[:, columns],
-                out[:, columns],
-                None if pending is None else pending[:, columns],
+                rows[:, columns.at],
+                out[:, columns.at],
+                None if pending is None else pending[:, columns.at],
                 factor,
                 group,
             )
-            for number, columns in enumerate(column_chunks(rows.shape[1], self.config.block_size))
+            for number, columns in enumerate(
+                column_chunks(rows.shape[1], self.config.block_size, self.parameters)
+            )
         )
         run_pipelined(self._reduce(chunk) for chunk in chunks)
         self.calls += 1
@@ -203,7 +208,7 @@ class ReduceScatter:
     def _reduce_at_once(self, chunk: Chunk) -> Generator[None]:
         """The only hop: rows -> out."""
         (hop,) = self.hops
-        codec = self._codec(hop, chunk.rows.dtype)
+        codec = self._codec(chunk, hop, chunk.rows.dtype)
         encode = partial(codec.encode, chunk.rows, **self._noise(chunk, hop))
         received = yield from self._exchange(chunk, hop, codec, len(chunk.rows), encode)
         self._decode_sum(codec, received, chunk.out, chunk.factor)
@@ -212,7 +217,7 @@ class ReduceScatter:
         """rows -> node slice -> out, where the node slice is decoded, summed and encoded in one pass."""
         last = self.hops[-1]
         arrived, first = yield from self._send_in_node(chunk)
-        codec = self._codec(last, torch.float32)
+        codec = self._codec(chunk, last, torch.float32)
         arrived_codec, sent_codec = in_one_space(first, codec)
         assert isinstance(arrived_codec, BlockCodec)
         assert isinstance(sent_codec, BlockCodec)
@@ -227,7 +232,7 @@ class ReduceScatter:
     def _reduce_by_sums(self, chunk: Chunk) -> Generator[None]:
         """rows -> node slice [N, S] in fp32 -> out; or no further than the node slice, while sync is off."""
         *before, last = self.hops
-        codec = self._codec(last, torch.float32)
+        codec = self._codec(chunk, last, torch.float32)
         sums = chunk.pending
         if sums is None:
             sums = self.wire.scratch.take(
@@ -247,11 +252,14 @@ class ReduceScatter:
             return
 
         def encode(sent: Tensor) -> None:
-            if self.feedback is not None:
-                self.feedback.add_to(chunk.number, sums)
-            sent_codec.encode(sums, sent, **self._noise(chunk, last))
-            if self.feedback is not None and isinstance(sent_codec, BlockCodec):
-                self.feedback.keep(chunk.number, sums, sent, sent_codec)
+            noise = self._noise(chunk, last)
+            if self.feedback is None:
+                sent_codec.encode(sums, sent, **noise)
+                return
+            assert isinstance(sent_codec, BlockCodec)  # Config allows feedback with integers only
+            self.feedback.add_to(chunk.number, sums, sent_codec)
+            sent_codec.encode(sums, sent, **noise)
+            self.feedback.keep(chunk.number, sums, sent, sent_codec)
 
         received = yield from self._exchange(chunk, last, codec, last.size, encode, "recode")
         self._decode_sum(codec, received, chunk.out, 1.0)
@@ -259,7 +267,7 @@ class ReduceScatter:
     def _send_in_node(self, chunk: Chunk) -> Generator[None, None, tuple[Tensor, Codec]]:
         """The first of two hops: what arrived [n, N, E1], and its codec."""
         hop = self.hops[0]
-        codec = self._codec(hop, chunk.rows.dtype)
+        codec = self._codec(chunk, hop, chunk.rows.dtype)
         encode = partial(codec.encode, chunk.rows, order=self._row_order, **self._noise(chunk, hop))
         arrived = yield from self._exchange(chunk, hop, codec, len(chunk.rows), encode)
         return arrived, codec
@@ -289,15 +297,16 @@ class ReduceScatter:
         with record_function(f"zeropp::reduce_scatter.decode ({self.wire.unit})"):
             codec.decode_sum(received, out, factor, accumulate)
 
-    def _codec(self, hop: Hop, dtype: torch.dtype) -> Codec:
+    def _codec(self, chunk: Chunk, hop: Hop, dtype: torch.dtype) -> Codec:
         stochastic = self.config.rounding == "stochastic"
         name = self.codec_names[hop.name]
-        return make_codec(name, dtype, self.config.block_size, self.config.rotate, stochastic)
+        codec = make_codec(name, dtype, self.config.block_size, self.config.rotate, stochastic)
+        return codec.with_block_starts(chunk.columns.block_starts)
 
     def _noise(self, chunk: Chunk, hop: Hop) -> Noise:
         """Seed and offset of stochastic rounding: never the same twice, the same when a run is repeated."""
         who = f"{self.config.seed}/{self.wire.unit}/{hop.name}/{self.wire.topology.rank}"
-        return {"seed": crc32(who.encode()) << 32 | self.calls & 0xFFFFFFFF, "offset": chunk.columns.start}
+        return {"seed": crc32(who.encode()) << 32 | self.calls & 0xFFFFFFFF, "offset": chunk.columns.at.start}
 
     def _as_it_is(
         self,

@@ -5,6 +5,7 @@
 2. Learn: every row trains for a while with open links, for its loss; nothing is timed.
 3. Rounds: for each number of micro-batches, for each row: build the model anew, warm up with open links,
    shape the links, measure some steps. Rows take turns, so what the machine does meanwhile hits all of them.
+   Compute alone takes its turn after every few rows.
    The first round also reads memory, the last also profiles one step.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -35,6 +36,7 @@ SHARE_TOLERANCE = 0.02
 CALIBRATION_ROUNDS = 5
 WARM_UP_STEPS, STEPS_OF_A_CELL = 2, 4
 """At one micro-batch; fewer with more of them, but one at least."""
+ROWS_BETWEEN_COMPUTE = 4
 
 OnProgress = Callable[[str, float], None]
 """Called with what happens now and the share of the work that is done."""
@@ -167,7 +169,7 @@ class _Bench:
         """The timed rounds."""
         for number in range(self.settings.rounds):
             for micro_batches in self.settings.micro_batches:
-                for row in (COMPUTE, *self._rows()):
+                for row in _turns(self._rows()):
                     where = f"round {number + 1} of {self.settings.rounds}, {micro_batches} micro-batches"
                     self._advance(f"{where}: {row.title}", 0)
                     self._try(row, partial(self._measure, row, micro_batches, number))
@@ -242,9 +244,9 @@ class _Bench:
         return chosen
 
     def _count_work(self) -> float:
-        rows = [COMPUTE, *(find_row(name) for name in self.settings.rows)]
-        cells = sum(self._cell_work(row, k) for row in rows for k in self.settings.micro_batches)
-        return 50 + len(rows) * self.settings.loss_steps + cells * self.settings.rounds
+        rows = [find_row(name) for name in self.settings.rows]
+        cells = sum(self._cell_work(row, k) for row in _turns(rows) for k in self.settings.micro_batches)
+        return 50 + (1 + len(rows)) * self.settings.loss_steps + cells * self.settings.rounds
 
     @staticmethod
     def _cell_work(row: Row, micro_batches: int) -> float:
@@ -256,6 +258,14 @@ class _Bench:
     def _advance(self, what: str, work: float) -> None:
         self._done += work
         self._on_progress(what, min(1.0, self._done / self._total))
+
+
+def _turns(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows, with compute again and again: all limits depend on it, and a machine changes its speed."""
+    for number, row in enumerate(rows):
+        if number % ROWS_BETWEEN_COMPUTE == 0:
+            yield COMPUTE
+        yield row
 
 
 def _fewer(steps: int, micro_batches: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,10 @@ class Codec(ABC):
     @abstractmethod
     def row_bytes(self, numel: int) -> int:
         """Wire bytes of a row of `numel` elements."""
+
+    def with_block_starts(self, starts: tuple[int, ...]) -> Codec:
+        """The same for rows in which a new block starts at each of `starts`, in ascending order."""
+        return self  # no blocks
 
     @abstractmethod
     def encode(
@@ -92,13 +98,23 @@ class CastCodec(Codec):
 
 
 class BlockCodec(Codec):
-    """Sends block-quantized integers; see formats.py."""
+    """Sends block-quantized integers; see formats.py.
 
-    def __init__(self, fmt: BlockFormat) -> None:
+    A row in which blocks must start at certain columns is sent as several, one after the other:
+
+        columns  [ 0 ... first start | ... second start | ... S ]
+        bytes    [ a row of formats.py | another one | a third ]
+    """
+
+    def __init__(self, fmt: BlockFormat, block_starts: tuple[int, ...] = ()) -> None:
         self.fmt = fmt
+        self.block_starts = block_starts
 
     def row_bytes(self, numel: int) -> int:
-        return self.fmt.row_bytes(numel)
+        return max(at.stop for _, at in self._parts(numel))
+
+    def with_block_starts(self, starts: tuple[int, ...]) -> BlockCodec:
+        return BlockCodec(self.fmt, starts)
 
     @property
     def unrotated(self) -> BlockCodec:
@@ -106,7 +122,7 @@ class BlockCodec(Codec):
 
         For sums that are kept between two hops: hop1.unrotated.decode_sum(...), hop2.unrotated.encode(...).
         """
-        return BlockCodec(self.fmt.unrotated)
+        return BlockCodec(self.fmt.unrotated, self.block_starts)
 
     def encode(
         self,
@@ -116,13 +132,20 @@ class BlockCodec(Codec):
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        implementation_for(source).encode(self.fmt, source, out, order, seed, offset)
+        implementation = implementation_for(source)
+        for columns, at in self._parts(source.shape[1]):
+            start = offset + columns.start
+            implementation.encode(self.fmt, source[:, columns], out[:, at], order, seed, start)
 
     def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        implementation_for(out).decode(self.fmt, encoded, out, order)
+        implementation = implementation_for(out)
+        for columns, at in self._parts(out.shape[1]):
+            implementation.decode(self.fmt, encoded[:, at], out[:, columns], order)
 
     def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
-        implementation_for(out).decode_sum(self.fmt, encoded, out, factor, accumulate)
+        implementation = implementation_for(out)
+        for columns, at in self._parts(out.shape[1]):
+            implementation.decode_sum(self.fmt, encoded[..., at], out[:, columns], factor, accumulate)
 
     def recode(
         self,
@@ -136,9 +159,27 @@ class BlockCodec(Codec):
     ) -> None:
         """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass.
 
-        Between two codecs that rotate, it stays in rotated space.
+        Between two codecs that rotate, it stays in rotated space. Both must have the same block starts.
         """
-        implementation_for(out).recode(self.fmt, encoded, into.fmt, out, numel, factor, seed, offset)
+        implementation = implementation_for(out)
+        both = zip(self._parts(numel), into._parts(numel), strict=True)
+        for (columns, at), (_, into_at) in both:
+            size, start = columns.stop - columns.start, offset + columns.start
+            implementation.recode(
+                self.fmt, encoded[..., at], into.fmt, out[:, into_at], size, factor, seed, start
+            )
+
+    def _parts(self, numel: int) -> Iterator[tuple[slice, slice]]:
+        """Columns, and where in an encoded row they are."""
+        if self.block_starts and self.block_starts[-1] >= numel:
+            raise ValueError(
+                f"block_starts is {self.block_starts}; expected columns of a row of {numel} elements"
+            )
+        position = 0
+        for start, stop in pairwise((0, *self.block_starts, numel)):
+            end = position + self.fmt.row_bytes(stop - start)
+            yield slice(start, stop), slice(position, end)
+            position = end
 
 
 def make_codec(
