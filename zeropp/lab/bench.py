@@ -34,9 +34,10 @@ SHARES: dict[str, float] = {"paper": 0.70, "slow": 0.90, "fast": 0.30}
 """Of the baseline's step at one micro-batch that is communication."""
 SHARE_TOLERANCE = 0.02
 CALIBRATION_ROUNDS = 5
-WARM_UP_STEPS, STEPS_OF_A_CELL = 2, 4
+WARM_UP_MICRO_BATCHES = 2
+STEPS_OF_A_CELL = 4
 """At one micro-batch; fewer with more of them, but one at least."""
-ROWS_BETWEEN_COMPUTE = 4
+ROWS_BETWEEN_COMPUTE = 6
 
 OnProgress = Callable[[str, float], None]
 """Called with what happens now and the share of the work that is done."""
@@ -209,8 +210,9 @@ class _Bench:
         """A fresh model of the row, warmed up on open links; then shape them. Returns its parameters."""
         self._set_links(UNLIMITED)
         answers = self.crew.call("build", row=row.name, workload=workload or self.settings.workload)
-        if warm_up_micro_batches:
-            self._steps(_fewer(WARM_UP_STEPS, warm_up_micro_batches), warm_up_micro_batches)
+        if warm_up_micro_batches:  # two in all, so that one of several has met the accumulation of gradients
+            several = min(warm_up_micro_batches, WARM_UP_MICRO_BATCHES)
+            self._steps(WARM_UP_MICRO_BATCHES // several, several)
         self._set_links(link)
         return int(answers[0]["parameters"])
 
@@ -252,8 +254,8 @@ class _Bench:
     def _cell_work(row: Row, micro_batches: int) -> float:
         """In units of a micro-batch on open links, roughly: on shaped links the baseline takes three."""
         slowness = {COMPUTE.name: 1, "fsdp2": 6, BASELINE: 3}.get(row.name, 2)
-        steps = _fewer(WARM_UP_STEPS, micro_batches) + slowness * _fewer(STEPS_OF_A_CELL, micro_batches)
-        return 3 + micro_batches * steps
+        measured = slowness * micro_batches * _fewer(STEPS_OF_A_CELL, micro_batches)
+        return 3 + WARM_UP_MICRO_BATCHES + measured
 
     def _advance(self, what: str, work: float) -> None:
         self._done += work

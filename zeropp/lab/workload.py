@@ -25,7 +25,7 @@ class Workload:
     """A multiple of 64, the width of an attention head."""
     context: int = 128
     """Bytes of a sequence."""
-    batch: int = 8
+    batch: int = 12
     """Sequences per rank and micro-batch."""
     learning_rate: float = 1e-3
     seed: int = 0
