@@ -95,7 +95,6 @@ def predict(results: Results, row: str, micro_batches: int, hardware: Hardware) 
         micro_batches=micro_batches,
         compute="fp32",
         reduce="bf16" if row == "hsdp" else "fp32",
-        backend="gloo",
     )
     if row != COMPUTE.name:
         return simulate(dry_run(scenario, find_row(row)), hardware)

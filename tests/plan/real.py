@@ -45,7 +45,6 @@ class Case:
             compute="fp32",
             reduce="bf16" if self.row.is_hsdp else "fp32",
             checkpointing=self.checkpointing,
-            backend="gloo",
         )
 
 

@@ -21,10 +21,8 @@ LONG = Workload(layers=5, width=128, context=256, batch=8)
         Case(find_row("default"), LONG),
         Case(find_row("default"), LONG, checkpointing=True),
         Case(find_row("wire16-accumulate"), WIDE, micro_batches=2),
-        Case(find_row("fsdp2"), WIDE),
-        Case(find_row("hsdp"), WIDE, micro_batches=2),
     ],
-    ids=["weights", "activations", "checkpointing", "unsharded gradients", "plain", "hsdp"],
+    ids=["weights", "activations", "checkpointing", "unsharded gradients"],
 )
 def test_peak_is_that_of_a_real_run(ranks: Ranks, case: Case) -> None:
     estimate = dry_run(case.scenario(), case.row).memory

@@ -14,7 +14,6 @@ from zeropp.plan.scenario import Scenario
         ({"nodes": 0}, "nodes is 0; expected a positive number"),
         ({"sequence": -1}, "sequence is -1; expected a positive number"),
         ({"compute": "int8"}, "compute is 'int8'; expected one of fp32, bf16, fp16"),
-        ({"backend": "mpi"}, "backend is 'mpi'; expected one of nccl, gloo"),
         ({"nodes": 1, "ranks_per_node": 1}, "nodes x ranks_per_node is 1; expected two or more"),
     ],
 )

@@ -135,7 +135,6 @@ def _plan(options: Options, console: Console) -> Plan:
         compute=options.compute,
         reduce=options.reduce,
         checkpointing=options.checkpointing,
-        backend="nccl" if hardware.overlap else "gloo",
     )
     with console.status("") as status:
         rehearse = _rehearser(options.full, status.update)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 
 from .hops import HopMeter, all_reduce_hop
 from .memory import LiveStorages, MemoryEstimate
-from .scenario import Backend
-from .trace import Compute, Event, Gather, Hop, Phase, Reduce
+from .trace import Compute, Event, Hop, Phase, Reduce
 
 aten = torch.ops.aten
 FLOPS = {
@@ -47,9 +45,8 @@ ROOT = "(root)"
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it before the model is built: what it has not seen, it does not count."""
 
-    def __init__(self, storages: LiveStorages, backend: Backend) -> None:
+    def __init__(self, storages: LiveStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._backend = backend
         self._recorded: list[tuple[Event, MemoryEstimate]] = []
         self._storages = storages
         self._breakdown: Callable[[], MemoryEstimate] | None = None
@@ -93,17 +90,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._optimizing = None
 
     @contextmanager
-    def comm(self, sent: Tensor, event: Callable[[], Gather | Reduce]) -> Iterator[None]:
-        """What runs inside is a comm's, with this input; afterwards `event` says what it was."""
+    def comm(self, event: Callable[[], Event]) -> Iterator[None]:
+        """What runs inside is a comm's; afterwards `event` says what it was."""
         if self._flops:  # or there were only FSDP2's copies, which then count with what they are for
             self._close_span()
         self._in_comm = True
         yield
         self._in_comm = False
-        done = event()
-        if self._backend == "gloo" and any(hop.collective == "reduce_scatter" for hop in done.hops):
-            self._note_peak(copied_bytes=sent.nbytes)
-        self._append(done)
+        self._append(event())
 
     def take(self) -> list[tuple[Event, MemoryEstimate]]:
         """All events since the last call, each with the memory when it was largest since the one before."""
@@ -173,13 +167,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorded.append((event, self._peak))
         self._peak, self._peak_bytes = None, -1
 
-    def _note_peak(self, copied_bytes: int = 0) -> None:
-        """Memory now, with what the backend has copied for itself."""
+    def _note_peak(self) -> None:
         assert self._breakdown is not None
-        if (now := self._storages.nbytes + copied_bytes) > self._peak_bytes:
-            known = self._breakdown()
-            self._peak = replace(known, communication=known.communication + copied_bytes)
-            self._peak_bytes = now
+        if (now := self._storages.nbytes) > self._peak_bytes:
+            self._peak, self._peak_bytes = self._breakdown(), now
 
 
 class Recorded:
@@ -195,7 +186,7 @@ class Recorded:
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
     ) -> Any:
         self._meter.start()
-        with self._recorder.comm(input_tensor, lambda: self._meter.event(input_tensor, group)):
+        with self._recorder.comm(lambda: self._meter.event(input_tensor, group)):
             return self._comm(output_tensor, input_tensor, group, *args, **kwargs)
 
 

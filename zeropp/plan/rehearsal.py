@@ -81,7 +81,7 @@ class _Rehearsal:
     def __init__(self, scenario: Scenario, row: Row, options: dict[str, Any], layers: int | None) -> None:
         self._scenario, self._row = scenario, row
         self._storages = LiveStorages()
-        self._recorder = Recorder(self._storages, scenario.backend)
+        self._recorder = Recorder(self._storages)
         with self._recorder:
             self._model = scenario.model.build().train()
             self._layers_name, blocks = find_blocks(self._model)

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 from .models import Model, PlanError
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Backend = Literal["nccl", "gloo"]
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,14 @@ class Scenario:
     """What FSDP2 passes gradients to a reduction as."""
     checkpointing: bool = False
     """Keep the inputs of each layer only, and compute the layer again in backward."""
-    backend: Backend = "nccl"
-    """Of the process group. gloo reduces a copy of the gradients, which is in the memory of a rank."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "micro_batch", "sequence", "micro_batches"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name} is {value!r}; expected a positive number")
-        for name, kind in (("compute", Precision), ("reduce", Precision), ("backend", Backend)):
-            value, choices = getattr(self, name), get_args(kind)
+        for name in ("compute", "reduce"):
+            value, choices = getattr(self, name), get_args(Precision)
             if value not in choices:
                 raise PlanError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
         if self.world_size < 2:
