@@ -226,7 +226,7 @@ def _measure(path: Path, options: Options, console: Console) -> int:
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     first = dist.get_rank() == 0
-    size = Size(options.micro_batch * options.sequence, 4096 if on_gpu else 512)
+    size = Size(options.micro_batch, options.sequence, 4096 if on_gpu else 512)
     try:
         with console.status("") as status:
             found = measure(size, lambda what: status.update(what) if first else None)

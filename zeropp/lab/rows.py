@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 from ..config import Config
@@ -33,7 +34,9 @@ class Row:
     is_ours: bool = False
 
     def why_not(self, nodes: int, ranks_per_node: int) -> str | None:
-        """Why the row makes no sense on such a cluster."""
+        """Why the row makes no sense on such a cluster, or cannot be run here."""
+        if self.engine == "deepspeed" and find_spec("deepspeed") is None:
+            return "DeepSpeed is not installed: pip install deepspeed"
         if (self.reshard_in_node or self.deepspeed_hpz) and ranks_per_node == 1:
             return "needs more than one rank per node"
         return None

@@ -53,12 +53,35 @@ class HopMeter:
                 wire_bytes=traffic.wire_bytes,
                 across_bytes=traffic.across_bytes,
                 chunks=traffic.calls,
-                encoded=0 if uncoded or self._is_second(name) else shard.numel(),
-                decoded=0 if uncoded or name != sent[-1][0] else ranks * shard.numel(),
-                codec="none" if as_it_is or uncoded else self._config.weights,
+                encoded=0 if uncoded else self._encoded(name, shard),
+                decoded=0 if uncoded else self._decoded(name, name == sent[-1][0], ranks, shard),
+                codec="none" if as_it_is or uncoded else self._weights_codec(name),
             )
             for name, traffic in sent
         )
+
+    def _encoded(self, name: str, shard: Tensor) -> int:
+        """Elements of the weights that are encoded for a hop: the shard, and only for the first.
+
+        With differences, the node shard is decoded after that, brought up to date, and encoded again."""
+        if not self._is_second(name):
+            return shard.numel()
+        encodes_again = self._sends_differences and self._config.delta_in_node != "bf16"
+        return len(self._topology.nodes) * shard.numel() if encodes_again else 0
+
+    def _decoded(self, name: str, is_last: bool, ranks: int, shard: Tensor) -> int:
+        if is_last:
+            return ranks * shard.numel()
+        return len(self._topology.nodes) * shard.numel() if self._sends_differences else 0
+
+    def _weights_codec(self, name: str) -> str:
+        if not self._sends_differences:
+            return self._config.weights
+        return self._config.delta_in_node if name == "in-node" else "int4"
+
+    @property
+    def _sends_differences(self) -> bool:
+        return self._config.weights == "delta-int4"
 
     def _reduce_hops(self, gradients: Tensor) -> tuple[Hop, ...]:
         """Full `gradients` [W * S] became a shard [S]."""

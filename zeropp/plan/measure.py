@@ -3,8 +3,9 @@
 Run it with torchrun on all nodes. Everything is measured while all ranks do the same, as they do in training,
 so what they share (cores, memory, links) is shared here, too:
 
-    products    matrix products of forward and backward, of a layer of the given size
     memory      one pass over tensors that fit no cache, with a fresh result
+    layers      forward and backward of some layers of a GPT of the given size; what the memory rate does not
+                explain of it is taken to be matrix products
     codecs      encode and decode of each codec, at the size of a chunk
     hops        each of zeropp's hops, and FSDP2's own collectives, on each kind of link at several sizes;
                 latency + bytes * rate is fitted
@@ -33,13 +34,18 @@ from ..comm import Ledger, Scratch, Wire
 from ..config import CodecName
 from ..quant import make_codec
 from ..topology import Hop, Topology
+from ..train.model import GPT, GPTConfig
 from .hardware import CodecSpeed, Cost, Hardware
+from .recorder import WorkCounter
 from .trace import Collective, Level
 
 CODECS: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
 BLOCK_SIZE = 128
 CALL_SECONDS = 0.1
 """Sizes are left out when a call of the size before took longer than this."""
+LAYERS, HEAD_WIDTH = 3, 64
+MIN_PRODUCTS_SHARE = 0.2
+"""Of the time of a layer: where passes over memory seem to explain more than the rest, they do not."""
 TOO_FAST_NS = 1e-3
 """Per byte; a link that looks faster was too fast to be measured at these sizes."""
 OURS: tuple[Collective, ...] = ("all_gather", "all_to_all")
@@ -57,10 +63,12 @@ OnProgress = Callable[[str], None]
 class Size:
     """How large and how often."""
 
-    tokens: int
-    """Of a micro-batch: rows of the matrix products."""
+    sequences: int
+    """Of a micro-batch."""
+    sequence: int
+    """Tokens of each."""
     width: int
-    """Of a layer: their columns."""
+    """Of a layer: a multiple of 64."""
     wire_bytes: tuple[int, ...] = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
     """Sent by a rank in one call of a collective."""
     repeats: int = 5
@@ -83,13 +91,15 @@ def measure(size: Size, on_progress: OnProgress = lambda _: None) -> Measurement
     started = time.monotonic()
     device = _device()
     meter = _Meter(device, size.repeats)
-    on_progress("matrix products")
-    products = lambda: _train_layer(size, device)  # noqa: E731
-    flops = 3 * 2 * size.tokens * size.width * 4 * size.width
-    together = flops / meter.seconds(products, calls=8)
-    alone = flops / meter.seconds_alone(products, calls=8)
     on_progress("memory")
     memory_rate = 3 * _PASS_BYTES / meter.seconds(_memory_pass(device), calls=4)
+    on_progress("layers")
+    train_layers = _layers(size, device)
+    with WorkCounter() as work:
+        train_layers()
+    together, alone = meter.seconds(train_layers), meter.seconds_alone(train_layers, calls=1)
+    in_products = max(together - work.bytes_touched / memory_rate, MIN_PRODUCTS_SHARE * together)
+    flops_rate = work.flops / in_products
     on_progress("codecs")
     codecs: dict[str, CodecSpeed] = {name: _codec_speed(meter, name) for name in CODECS}
     topology = Topology.of(_world(), "auto")
@@ -101,8 +111,8 @@ def measure(size: Size, on_progress: OnProgress = lambda _: None) -> Measurement
         cpu_seconds += cpu
         wire_bytes += sum((1 + size.repeats) * sent for sent, _ in points[name])
     costs = {name: _fit(found) for name, found in points.items()}
-    sharing = max(1.0, alone / together)
-    hardware = _as_hardware(topology, device, together, memory_rate, codecs, costs)
+    sharing = max(1.0, together / alone)
+    hardware = _as_hardware(topology, device, flops_rate, memory_rate, codecs, costs)
     if device.type == "cpu":
         host = meter.mean(cpu_seconds / wire_bytes * 1e9) * sharing
         hardware = hardware.changed(host_ns_per_byte=host)
@@ -157,24 +167,24 @@ class _Meter:
         return total.item()
 
 
-def _train_layer(size: Size, device: torch.device) -> None:
-    """Forward and backward of one linear layer, width to 4 width."""
+def _layers(size: Size, device: torch.device) -> Callable[[], None]:
+    """Forward and backward of a few layers: more weights than the caches that belong to a core hold."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    x, weight, gradient = _layer(size, dtype, device)
-    torch.mm(x, weight)
-    torch.mm(gradient, weight.t())
-    torch.mm(x.t(), gradient)
+    config = GPTConfig(layers=LAYERS, width=size.width, heads=size.width // HEAD_WIDTH, context=size.sequence)
+    layers = GPT(config).blocks.to(device, dtype)
+    shape = (size.sequences, size.sequence, size.width)
+    x, gradient = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    x.requires_grad_()
 
+    def train() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.backward(gradient)  # type: ignore[no-untyped-call]
+        for tensor in (x, *layers.parameters()):
+            tensor.grad = None
 
-_layers: dict[Size, tuple[Tensor, Tensor, Tensor]] = {}
-
-
-def _layer(size: Size, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    if size not in _layers:
-        shapes = ((size.tokens, size.width), (size.width, 4 * size.width), (size.tokens, 4 * size.width))
-        x, weight, gradient = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
-        _layers[size] = (x, weight, gradient)
-    return _layers[size]
+    return train
 
 
 def _memory_pass(device: torch.device) -> Callable[[], Tensor]:

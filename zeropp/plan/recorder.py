@@ -135,11 +135,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (where := self._where()) != self._span:
             self._close_span()
             self._span = where
-        packet = func._overloadpacket
-        if packet in FLOPS:
-            self._flops += FLOPS[packet](*args, **kwargs, out_val=out)
-        elif not func.is_view and packet not in UNTOUCHED and func.namespace != "prim":
-            self._bytes_touched += _bytes_touched(packet, args, kwargs, results)
+        flops, bytes_touched = _work_of(func, args, kwargs, out, results)
+        self._flops += flops
+        self._bytes_touched += bytes_touched
 
     def _where(self) -> tuple[str, Phase]:
         if self._optimizing is not None:
@@ -188,6 +186,32 @@ class Recorded:
         self._meter.start()
         with self._recorder.comm(lambda: self._meter.event(input_tensor, group)):
             return self._comm(output_tensor, input_tensor, group, *args, **kwargs)
+
+
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the work of what runs inside, as a recorder does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = self.bytes_touched = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
+        flops, bytes_touched = _work_of(func, args, kwargs or {}, out, results)
+        self.flops += flops
+        self.bytes_touched += bytes_touched
+        return out
+
+
+def _work_of(func: Any, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> tuple[int, int]:
+    """FLOPs of a matrix product, or bytes that anything else touches."""
+    packet = func._overloadpacket
+    if packet in FLOPS:
+        return FLOPS[packet](*args, **kwargs, out_val=out), 0
+    if func.is_view or packet in UNTOUCHED or func.namespace == "prim":
+        return 0, 0
+    return 0, _bytes_touched(packet, args, kwargs, results)
 
 
 def _bytes_touched(packet: Any, args: Any, kwargs: Any, results: list[Tensor]) -> int:
