@@ -77,7 +77,7 @@ def _relative(actual: Tensor, exact: Tensor) -> float:
 
 
 def _shards(full: Tensor) -> tuple[Tensor, ...]:
-    return full.split(-(-len(full) // dist.get_world_size()))
+    return torch.split(full, -(-len(full) // dist.get_world_size()))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -111,7 +111,7 @@ class BlockCodec(Codec):
         self.block_starts = block_starts
 
     def row_bytes(self, numel: int) -> int:
-        return max(at.stop for _, at in self._parts(numel))
+        return sum(self.fmt.row_bytes(stop - start) for start, stop in self._runs(numel))
 
     def with_block_starts(self, starts: tuple[int, ...]) -> BlockCodec:
         return BlockCodec(self.fmt, starts)
@@ -169,14 +169,18 @@ class BlockCodec(Codec):
                 self.fmt, encoded[..., at], into.fmt, out[:, into_at], size, factor, seed, start
             )
 
-    def _parts(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        """Columns, and where in an encoded row they are."""
+    def _runs(self, numel: int) -> Iterator[tuple[int, int]]:
+        """Columns from one block start to the next."""
         if self.block_starts and self.block_starts[-1] >= numel:
             raise ValueError(
                 f"block_starts is {self.block_starts}; expected columns of a row of {numel} elements"
             )
+        return pairwise((0, *self.block_starts, numel))
+
+    def _parts(self, numel: int) -> Iterator[tuple[slice, slice]]:
+        """Columns, and where in an encoded row they are."""
         position = 0
-        for start, stop in pairwise((0, *self.block_starts, numel)):
+        for start, stop in self._runs(numel):
             end = position + self.fmt.row_bytes(stop - start)
             yield slice(start, stop), slice(position, end)
             position = end
