@@ -11,9 +11,11 @@ from tests.ranks import Ranks
 from zeropp.config import Config
 from zeropp.lab.rows import Row, find_row
 from zeropp.lab.workload import Gpt, Workload
+from zeropp.plan.catalog import find_hardware
 from zeropp.plan.dryrun import dry_run
 from zeropp.plan.models import Model, resolve
 from zeropp.plan.scenario import Scenario
+from zeropp.plan.timeline import simulate
 from zeropp.plan.trace import Compute, Gather, Reduce, Trace
 from zeropp.quant.formats import BlockFormat
 
@@ -30,6 +32,7 @@ CASES = {
     "default, 5 layers": Case(find_row("default"), replace(SMALL, layers=5)),
     "paper": Case(find_row("paper"), SMALL, micro_batches=2),
     "off": Case(OFF, SMALL, micro_batches=2),
+    "four bits": Case(find_row("four-bit"), CHUNKED, micro_batches=2),
     "wire16": Case(find_row("wire16"), CHUNKED),
     "wire16, accumulating": Case(find_row("wire16-accumulate"), SMALL, micro_batches=3),
     "hpz": Case(find_row("hpz"), SMALL, micro_batches=2),
@@ -68,8 +71,10 @@ def _by_level(
 def test_bytes_are_those_of_a_real_run(ranks: Ranks, name: str, nodes: int) -> None:
     """Row by row of the ledger, on every rank, to the byte."""
     case = replace(CASES[name], nodes=nodes)
-    rehearsed = _bytes_of(dry_run(case.scenario(), case.row))
+    trace = dry_run(case.scenario(), case.row)
+    rehearsed = _bytes_of(trace)
     assert rehearsed
+    assert simulate(trace, find_hardware("a100-100g")).step_seconds > 0  # knows the cost of every hop
     for ledger in ranks.run(ledger_of_second_step, case, world=2 * nodes):
         assert rehearsed == _by_level(ledger, is_in_node=case.row.is_hsdp)
 

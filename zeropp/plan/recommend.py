@@ -20,7 +20,7 @@ CANDIDATES: tuple[Row, ...] = (
     *(row for row in ROWS if row.name == PLAIN),
     Row("fsdp2-accumulate", "FSDP2, set_requires_gradient_sync", sync="gradients"),
     Row("fsdp2-reshard", "FSDP2, reshard_after_forward=int", reshard_in_node=True),
-    *(row for row in ROWS if row.name in ("hsdp", "qwz", "hpz", "qgz", "paper", DEFAULT)),
+    *(row for row in ROWS if row.name in ("hsdp", "qwz", "hpz", "qgz", "paper", DEFAULT, "four-bit")),
 )
 """What a user could run. FSDP2 sends what it computes with, 16 bits as a rule: no row has a 16-bit wire."""
 
