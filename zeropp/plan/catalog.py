@@ -3,9 +3,8 @@
 [Note: What is not on a data sheet]
 Latencies are those of NCCL's own cost model (src/graph/tuning.cc, ring, simple protocol): 3.4 us a step over
 NVLink, 5.7 us over PCIe, 14 us over the network. TCP over Ethernet is taken as 30 us.
-The achievable share is the one fitted number, and is used for all GPUs here. 0.45 is the best of a coarse
-grid (0.40 to 0.60) for the ZeRO++ paper's table on V100, found with traces written by hand;
-benchmarks/paper_cells.py fits it with dry runs, which has not been run to its end yet.
+The achievable share is the one fitted number, and is used for all GPUs here: 0.50 has the smallest median
+error over the ZeRO++ paper's table on V100 (benchmarks/paper_cells.py, communication in order).
 Codec kernels are taken to run at the rate of the memory; nobody has measured ours on a GPU.
 """
 
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from .hardware import Hardware
 
-FITTED_SHARE = 0.45
+FITTED_SHARE = 0.50
 TCP_LATENCY_US = 30.0
 
 _DGX2 = Hardware(
