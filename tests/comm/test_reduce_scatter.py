@@ -171,7 +171,8 @@ def test_what_is_not_finite_arrives_where_it_belongs(ranks: Ranks, bad: float, n
 )
 @given(
     layout=st.sampled_from(LAYOUTS),
-    shard_numel=st.sampled_from([63, 64, 65, 129, 1009]) | st.integers(1, 600),
+    parameters=st.sampled_from([(63,), (64,), (65,), (129,), (1009,), (50, 4097, 33)])
+    | st.tuples(st.integers(1, 600)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     in_node=st.sampled_from(["bf16", "int8"]),
     rotate=st.booleans(),
@@ -182,7 +183,7 @@ def test_what_is_not_finite_arrives_where_it_belongs(ranks: Ranks, bad: float, n
 def test_every_option_in_every_layout(
     ranks: Ranks,
     layout: tuple[int, int],
-    shard_numel: int,
+    parameters: tuple[int, ...],
     dtype: torch.dtype,
     in_node: Any,
     rotate: bool,
@@ -197,8 +198,8 @@ def test_every_option_in_every_layout(
         gradients_in_node=in_node, rotate=rotate, rounding=rounding, error_feedback=feedback,
         block_size=block_size, node_size=per_node,
     )  # fmt: skip
-    result = torch.cat(ranks.run(_reduce, config, shard_numel, dtype, "avg", 0, world=world)).double()
-    inputs = [gradients_of(rank, world * shard_numel, dtype, 0).double() for rank in range(world)]
+    result = torch.cat(ranks.run(_reduce, config, parameters, dtype, "avg", 0, world=world)).double()
+    inputs = [gradients_of(rank, world * sum(parameters), dtype, 0).double() for rank in range(world)]
     exact = torch.stack(inputs).mean(0)
     bound = (0.02 if nodes == 1 else 0.16) * (2.2 if rounding == "stochastic" else 1.0)
     assert (result - exact).norm() <= bound * exact.norm()
