@@ -14,10 +14,12 @@ from pathlib import Path
 from zeropp.lab import clean
 from zeropp.lab.processes import find_left_over, folder_of, is_alive, run_id
 
-# Prints the pids of the network process and of a job's process, and waits.
+# Prints the pids of the network process and of a job's process, and waits. Ctrl-C works in it even if the tests
+# are a background job of a shell, which ignores it.
 OWNER = """
-import subprocess, time
+import signal, subprocess, time
 from zeropp.lab import Cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with Cluster(nodes=2, ranks_per_node=1) as cluster:
     environment = cluster._environment({})
     job = subprocess.Popen(cluster.inside(0, ["sleep", "600"]), env=environment, start_new_session=True)
