@@ -14,8 +14,8 @@ from pathlib import Path
 from zeropp.lab import clean
 from zeropp.lab.processes import find_left_over, folder_of, is_alive, run_id
 
-# Prints the pids of the network process and of a job's process, and waits. Ctrl-C works in it even if the tests
-# are a background job of a shell, which ignores it.
+# Prints the pids of the network process and of a job's process, and waits. Ctrl-C works in it even if the
+# tests are a background job of a shell, which ignores it.
 OWNER = """
 import signal, subprocess, time
 from zeropp.lab import Cluster
