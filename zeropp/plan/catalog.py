@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from .hardware import Hardware
+from .hardware import CodecSpeed, Hardware
 
 FITTED_SHARE = 0.50
 TCP_LATENCY_US = 30.0
@@ -70,6 +70,29 @@ _ETHERNET = replace(
     link_latency_us=TCP_LATENCY_US,
 )
 
+_LAB = Hardware(
+    name="lab-1gbit",
+    source="zeropp plan --measure on 2 x 2 ranks of `zeropp lab`, 2-core AVX-512 Xeon VM; the link's rate is as "
+    "given to the lab",
+    ranks_per_node=2,
+    peak_tflops=0.075,
+    compute_share=1.0,
+    memory_gib=10.0,
+    memory_gbyte_s=5.7,
+    in_node_gbyte_s=0.78,
+    in_node_latency_us=1100.0,
+    link_gbit_s=1.0,
+    link_latency_us=0.0,
+    overlap=False,
+    host_ns_per_byte=6.6,
+    codecs={
+        "none": CodecSpeed(1590, 1480),
+        "bf16": CodecSpeed(1920, 1960),
+        "int8": CodecSpeed(2110, 1550),
+        "int4": CodecSpeed(3320, 3810),
+    },
+)
+
 
 def _with_links(base: Hardware, name: str, rates: tuple[int, ...]) -> list[Hardware]:
     return [replace(base, name=name.format(rate), link_gbit_s=float(rate)) for rate in rates]
@@ -82,6 +105,7 @@ CATALOG: dict[str, Hardware] = {
         *_with_links(_A100, "a100-{}g", (100, 200, 400)),
         _H100,
         *_with_links(_ETHERNET, "a100-pcie-{}gbe", (10, 25, 100)),
+        _LAB,
     )
 }
 
