@@ -46,7 +46,7 @@ def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"Use {fastest['title']}" in shown
     why, until, larger = numbers["sentences"]
     assert all(f"- {sentence}" in shown for sentence in (why, until, larger))
-    assert "FSDP2 as it comes (fp32)" in until
+    assert "FSDP2 as it comes" in until
     assert main([*SMALL, "--sweep", "link=1/100,nodes=2/3"]) == 0
     assert "tokens/s, 3 nodes" in capsys.readouterr().out
 

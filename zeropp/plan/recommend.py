@@ -17,7 +17,7 @@ AS_FAST = 1.01
 GIB = 2**30
 
 CANDIDATES: tuple[Row, ...] = (
-    *(row for row in ROWS if row.name == PLAIN),
+    Row(PLAIN, "FSDP2 as it comes"),
     Row("fsdp2-accumulate", "FSDP2, set_requires_gradient_sync", sync="gradients"),
     Row("fsdp2-reshard", "FSDP2, reshard_after_forward=int", reshard_in_node=True),
     *(row for row in ROWS if row.name in ("hsdp", "qwz", "hpz", "qgz", "paper", DEFAULT, "four-bit")),
