@@ -61,7 +61,7 @@ def _reduce(
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -164,7 +164,7 @@ def test_what_is_not_finite_arrives_where_it_belongs(ranks: Ranks, bad: float, n
 
 
 @settings(
-    max_examples=30,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
