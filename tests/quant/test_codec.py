@@ -116,6 +116,13 @@ def test_block_starts_outside_of_a_row_are_refused() -> None:
         BlockCodec(BlockFormat(8, 32), (40,)).row_bytes(40)
 
 
+def test_recode_between_different_block_starts_is_refused() -> None:
+    codec, other = BlockCodec(BlockFormat(8, 32), (40,)), BlockCodec(BlockFormat(4, 32), (50,))
+    encoded, out = (torch.zeros(2, c.row_bytes(90), dtype=torch.uint8) for c in (codec, other))
+    with pytest.raises(ValueError, match=r"block_starts is \(50,\) in the other codec; expected \(40,\)"):
+        codec.recode(encoded.unsqueeze(0), other, out, 90)
+
+
 @settings(deadline=None)  # the first call may compile
 @given(st.sampled_from(NAMES), st.integers(1, 300), st.integers(1, 4))
 def test_decode_sum_in_fp32(name: Any, numel: int, senders: int) -> None:

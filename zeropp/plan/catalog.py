@@ -1,4 +1,4 @@
-"""Hardware by name: numbers from data sheets.
+"""Hardware by name: numbers from data sheets, and those of one lab cluster, measured.
 
 [Note: What is not on a data sheet]
 Latencies are those of NCCL's own cost model (src/graph/tuning.cc, ring, simple protocol): 3.4 us a step over

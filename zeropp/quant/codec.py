@@ -161,9 +161,12 @@ class BlockCodec(Codec):
 
         Between two codecs that rotate, it stays in rotated space. Both must have the same block starts.
         """
+        if into.block_starts != self.block_starts:
+            raise ValueError(
+                f"block_starts is {into.block_starts} in the other codec; expected {self.block_starts}"
+            )
         implementation = implementation_for(out)
-        both = zip(self._parts(numel), into._parts(numel), strict=True)
-        for (columns, at), (_, into_at) in both:
+        for (columns, at), (_, into_at) in zip(self._parts(numel), into._parts(numel), strict=True):
             size, start = columns.stop - columns.start, offset + columns.start
             implementation.recode(
                 self.fmt, encoded[..., at], into.fmt, out[:, into_at], size, factor, seed, start
