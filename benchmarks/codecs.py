@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
-from zeropp.comm.pipeline import block_starts
+from zeropp.comm.chunks import block_starts
 from zeropp.quant import BlockCodec, BlockFormat, CastCodec, Codec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

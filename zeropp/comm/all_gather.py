@@ -33,9 +33,10 @@ from torch.profiler import record_function
 from ..config import CodecName, Config
 from ..quant import QUANTIZABLE_DTYPES, CastCodec, Codec, make_codec
 from ..topology import Hop
+from .chunks import Columns, column_chunks
 from .differences import Differences
 from .node_shard import NodeShard, fingerprint
-from .pipeline import Columns, column_chunks, run_pipelined
+from .pipeline import run_pipelined
 from .wire import Wire
 
 WEIGHTS_FIELDS = (

@@ -1,93 +1,18 @@
 """Pipelining: while one chunk of a buffer is on the wire, the next one is encoded.
 
-[Note: Chunks]
-A buffer of rows [W, S] is cut into chunks of columns, each of whole blocks, so that cutting changes no code
-and no scale. Each chunk goes through its hops as a generator that yields while its data is on the wire:
+Each chunk ([Note: Chunks] in chunks.py) goes through its hops as a generator that yields while its data is on
+the wire:
 
     chunk 0   encode  ~hop 1~  recode  ~~hop 2~~  decode
     chunk 1           encode  ~hop 1~  recode  ~~hop 2~~  decode
 
 All ranks cut alike and advance the chunks in the same order, so they start the collectives of every group in
 the same order.
-
-[Note: Blocks of a parameter]
-A shard is its parameters' shards, one after the other, and a block has one scale. A block with the end of a
-norm (weights near 1) and the start of a matrix (near 0.02) would lose the latter. So a long parameter has
-blocks of its own: a new block starts with it and after it. Short ones share theirs; a block for each would
-cost more bytes than it is worth (a norm's shard can be three elements).
-
-    shard   norm | matrix                       | bias, norm | matrix
-    blocks  [ n ][  m  ][  m  ][  m  ][  m  ][ m][   b n    ][  m  ][  m  ] ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-
-# Each chunk costs messages and Python, and keeps more of the hops apart. Two hide most of what can be hidden:
-# four took longer on every link that was measured, one about as long.
-MAX_CHUNKS = 2
-MIN_CHUNK_ELEMENTS = 1 << 16  # of a row; below that, latency and Python cost more than overlap gains
-# Blocks that a parameter must fill to get its own. Each end costs half a block on average: below 1%.
-LONG_PARAMETER_BLOCKS = 64
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A chunk of the columns of a buffer."""
-
-    at: slice
-    block_starts: tuple[int, ...] = ()
-    """Where in the chunk a new block starts although the one before is not full."""
-
-
-def column_chunks(numel: int, block_size: int, parameters: tuple[int, ...] = ()) -> list[Columns]:
-    """Chunks of a row of `numel` elements, of whole blocks, given the elements of each parameter in it.
-
-    If those are not `numel` together, as in a reduction of only some of them, no block is aligned.
-
-    >>> column_chunks(100, 128)
-    [Columns(at=slice(0, 100, None), block_starts=())]
-    >>> first, second = column_chunks(200_001, 128, (65, 199_936))
-    >>> first
-    Columns(at=slice(0, 100033, None), block_starts=(65,))
-    >>> second
-    Columns(at=slice(100033, 200001, None), block_starts=())
-    """
-    starts = block_starts(parameters, block_size) if sum(parameters) == numel else ()
-    count = max(1, min(MAX_CHUNKS, numel // MIN_CHUNK_ELEMENTS))
-    edges = [0]
-    for number in range(1, count):
-        wanted = numel * number // count
-        before = max((start for start in starts if start <= wanted), default=0)
-        after = min((start for start in starts if start > wanted), default=numel)
-        edges.append(min(before + -(-(wanted - before) // block_size) * block_size, after))
-    return [
-        Columns(slice(first, last), tuple(start - first for start in starts if first < start < last))
-        for first, last in pairwise((*edges, numel))
-        if first < last
-    ]
-
-
-@lru_cache(maxsize=4096)
-def block_starts(parameters: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-    """Where a block must end early; see [Note: Blocks of a parameter].
-
-    >>> block_starts((100, 100, 1_000_000, 100), block_size=128)
-    (200, 1000200)
-    >>> block_starts((128, 1_000_000), block_size=128)  # at the end of a block anyway
-    ()
-    """
-    starts, position, after_long = [0], 0, False
-    for length in parameters:
-        is_long = length >= LONG_PARAMETER_BLOCKS * block_size
-        if (is_long or after_long) and (position - starts[-1]) % block_size:
-            starts.append(position)
-        position, after_long = position + length, is_long
-    return tuple(starts[1:])
 
 
 def run_pipelined(chunks: Iterable[Generator[None]]) -> None:

@@ -38,8 +38,9 @@ from torch.profiler import record_function
 from ..config import INTEGERS, CodecName, Config
 from ..quant import QUANTIZABLE_DTYPES, BlockCodec, Codec, make_codec
 from ..topology import Hop, HopName
+from .chunks import Columns, column_chunks
 from .feedback import Feedback
-from .pipeline import Columns, column_chunks, run_pipelined
+from .pipeline import run_pipelined
 from .wire import Wire
 
 FEEDBACK_FIELDS = (
@@ -63,7 +64,7 @@ class Noise(TypedDict):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some columns of one reduction, [Note: Chunks] in pipeline.py."""
+    """Some columns of one reduction, [Note: Chunks] in chunks.py."""
 
     number: int
     columns: Columns
