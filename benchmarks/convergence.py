@@ -28,6 +28,7 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from zeropp import Config
+from zeropp.models.loading import ModelConfig
 from zeropp.train.config import (
     BatchConfig,
     EvaluationConfig,
@@ -37,7 +38,6 @@ from zeropp.train.config import (
     read_run,
 )
 from zeropp.train.data import DataConfig
-from zeropp.train.models import ModelConfig
 from zeropp.train.trainer import Trainer
 from zeropp.train.world import World, join_world
 

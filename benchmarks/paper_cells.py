@@ -27,6 +27,7 @@ from rich.table import Table
 
 from zeropp.config import Config
 from zeropp.lab.rows import Row, find_row
+from zeropp.models.gpt import GPT, GPTConfig
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.dryrun import dry_run
 from zeropp.plan.hardware import Hardware
@@ -34,7 +35,6 @@ from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
 from zeropp.plan.timeline import Timeline, simulate
 from zeropp.plan.trace import Trace
-from zeropp.train.model import GPT, GPTConfig
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "zeropp_paper.json").read_text())
 VOCABULARY = 50304

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zeropp.report.compare import COLUMNS, compare_lines, loss_curves, read_runs, render_compare
 from zeropp.train.metrics import MetricsFile
-from zeropp.train.records import Evaluation, RunInfo, StepRecord, Summary
+from zeropp.train.run_events import Evaluation, RunInfo, StepRecord, Summary
 
 PARAMETERS, NODES = 1_000_000, 2
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from zeropp import Config
+from zeropp.models.loading import ModelConfig
 from zeropp.train.config import BatchConfig, CheckpointConfig, EvaluationConfig, LoggingConfig, Run
 from zeropp.train.data import DataConfig
 from zeropp.train.loop import train
 from zeropp.train.metrics import MetricsFile
-from zeropp.train.models import ModelConfig
-from zeropp.train.records import Listener, Summary
+from zeropp.train.run_events import Listener, Summary
 from zeropp.train.world import World
 
 

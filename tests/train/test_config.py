@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zeropp import Config
-from zeropp.train.config import Run, read_run, read_toml
-from zeropp.train.models import build_model, parameter_count
+from zeropp.models.loading import build_model, parameter_count
+from zeropp.train.config import Run, ScheduleConfig, read_run, read_toml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -84,3 +86,17 @@ def test_a_file_is_named_in_errors(tmp_path: Path) -> None:
     path.write_text("step = 3")
     with pytest.raises(ValueError, match=r"run\.toml: step is not a key; expected one of folder, steps"):
         read_toml(path)
+
+
+@given(st.integers(0, 50), st.integers(2, 100), st.floats(0.0, 1.0))
+def test_the_learning_rate_goes_up_and_then_down(warmup: int, decay: int, final: float) -> None:
+    schedule, steps = ScheduleConfig(warmup, final), warmup + decay
+    rates = [schedule.learning_rate(step, steps, 3.0) for step in range(1, steps + 1)]
+    assert rates[:warmup] == pytest.approx([3.0 * step / warmup for step in range(1, warmup + 1)])
+    assert all(early >= late for early, late in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
+    assert rates[-1] == pytest.approx(3.0 * final)
+    assert max(rates) <= 3.0 * (1 + 1e-12)
+
+
+def test_the_learning_rate_of_a_run_that_ends_in_its_warmup() -> None:
+    assert ScheduleConfig(warmup_steps=6).learning_rate(3, 3, 1.0) == 0.5

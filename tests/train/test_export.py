@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from tests.models.samples import HF_CONFIGS, SMALL, hugging_face, tokens
 from tests.ranks import Ranks
-from tests.train.samples import HF_CONFIGS, SMALL, hugging_face, tokens
+from zeropp.models.loading import ModelConfig, build_model
+from zeropp.models.sharding import build_sharded
 from zeropp.train.export import export
-from zeropp.train.models import ModelConfig, build_model
-from zeropp.train.sharding import build_sharded
 
 
 @torch.no_grad()

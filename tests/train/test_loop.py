@@ -16,7 +16,7 @@ from zeropp.train.checkpoint import steps_in
 from zeropp.train.config import Run
 from zeropp.train.loop import ResumeError
 from zeropp.train.metrics import FILE_NAME, Metrics
-from zeropp.train.records import Listener, StepRecord, Summary
+from zeropp.train.run_events import Listener, StepRecord, Summary
 
 
 def losses(run: Run) -> list[float]:

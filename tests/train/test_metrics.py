@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zeropp.train.metrics import FILE_NAME, Metrics, MetricsFile
-from zeropp.train.records import Evaluation, RunInfo, StepRecord, Summary
+from zeropp.train.run_events import Evaluation, RunInfo, StepRecord, Summary
 
 
 def info(first_step: int = 1) -> RunInfo:

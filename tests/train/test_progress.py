@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 
 from zeropp.train.progress import LiveProgress, PlainProgress
-from zeropp.train.records import Evaluation, RunInfo, StepRecord, Summary
+from zeropp.train.run_events import Evaluation, RunInfo, StepRecord, Summary
 
 INFO = RunInfo({}, 1_234_567, 4, 2, "cpu", {}, first_step=1)
 SUMMARY = Summary(4, True, 300 * 2**20, 2**20, "runs/x/checkpoints/step-00000004")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from zeropp.train.records import Evaluation, RunInfo, StepRecord
+from zeropp.train.run_events import Evaluation, RunInfo, StepRecord
 from zeropp.train.tensorboard import TensorBoard
 
 

@@ -15,7 +15,7 @@ from ..train.config import PRESETS, Preset, Run, read_run, read_toml
 from ..train.loop import train
 from ..train.metrics import MetricsFile
 from ..train.progress import make_progress
-from ..train.records import Listener
+from ..train.run_events import Listener
 from ..train.trainer import DivergedError
 from ..train.world import join_world
 

@@ -32,9 +32,9 @@ from torch.distributed import ProcessGroup
 
 from ..comm import Ledger, Scratch, Wire
 from ..config import CodecName
+from ..models.gpt import GPT, GPTConfig
 from ..quant import make_codec
 from ..topology import Hop, Topology
-from ..train.model import GPT, GPTConfig
 from .hardware import CodecSpeed, Cost, Hardware
 from .recorder import WorkCounter
 from .trace import Collective, Level

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..train.model import SIZES
-from ..train.models import HUGGING_FACE, ModelConfig, blocks_of, build_model
+from ..models.gpt import SIZES
+from ..models.loading import HUGGING_FACE, ModelConfig, blocks_of, build_model
 
 SIMPLE = (bool, int, float, str, tuple, type(None))
 POSITION_NAMES = ("idx", "index", "layer_id", "layer_number")

@@ -6,6 +6,7 @@ From a TOML file with `read_toml`, from the command line with `zeropp train`, wh
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..config import Config
+from ..models.loading import ModelConfig
 from .data import DataConfig
-from .models import ModelConfig
-from .reading import read
+from .read_config import read
 
 Preset = Literal["default", "four_bit", "paper", "wire16", "off"]
 PRESETS: dict[str, Callable[..., Config]] = {
@@ -79,6 +80,19 @@ class ScheduleConfig:
         _check("schedule.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "a number of steps")
         inside = 0.0 <= self.final_fraction <= 1.0
         _check("schedule.final_fraction", self.final_fraction, inside, "a share from 0 to 1")
+
+    def learning_rate(self, step: int, steps: int, peak: float) -> float:
+        """The rate of step 1, 2, ..., `steps`: up in a line to `peak`, then down a cosine.
+
+        >>> schedule = ScheduleConfig(warmup_steps=2, final_fraction=0.1)
+        >>> [round(schedule.learning_rate(step, 6, 1.0), 3) for step in range(1, 7)]
+        [0.5, 1.0, 0.868, 0.55, 0.232, 0.1]
+        """
+        if step <= self.warmup_steps:
+            return peak * step / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return peak * (self.final_fraction + (1 - self.final_fraction) * cosine)
 
 
 @dataclass(frozen=True)

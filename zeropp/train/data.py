@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .documents import Stream, open_documents
-from .shuffle import Shuffle
+from .data_order import Shuffle
+from .data_sources import Stream, open_documents
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from ..models.gpt import GPT, GPTConfig
+from ..models.loading import HuggingFaceLM, build_model
 from .checkpoint import read_state, read_tensors
 from .config import read_run
-from .model import GPT, GPTConfig
-from .models import HuggingFaceLM, build_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -17,8 +17,8 @@ from ..config import Config
 from ..memory import PeakMemory
 from .checkpoint import Checkpoints, read_state, steps_in
 from .config import Run
-from .flops import peak_flops
-from .records import Evaluation, Listener, RunInfo, StepRecord, Summary
+from .peak_flops import peak_flops
+from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
 from .stop import StopRequest
 from .trainer import DivergedError, Trainer
 from .world import World

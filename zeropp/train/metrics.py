@@ -16,7 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .records import Evaluation, Listener, RunInfo, StepRecord, Summary
+from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
 
 FILE_NAME = "metrics.jsonl"
 R = TypeVar("R", RunInfo, StepRecord, Evaluation, Summary)

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .records import Evaluation, Listener, RunInfo, StepRecord, Summary
+from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .records import Evaluation, Listener, RunInfo, StepRecord
+from .run_events import Evaluation, Listener, RunInfo, StepRecord
 
 
 class TensorBoard(Listener):

@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..handle import apply
+from ..models.loading import check_fits, flops_per_token, parameter_count
+from ..models.sharding import build_sharded
 from .config import Run
 from .data import open_data
-from .models import check_fits, flops_per_token, parameter_count
-from .schedule import learning_rate
-from .sharding import build_sharded
 from .world import World, seed_step
 
 
@@ -79,7 +78,7 @@ class Trainer:
         started, sent = time.perf_counter(), self.zpp.ledger.total()
         step = self.steps_done + 1
         seed_step(self.run.seed, step, self.world.rank)
-        rate = learning_rate(step, self.run.steps, self.run.optimizer.learning_rate, self.run.schedule)
+        rate = self.run.schedule.learning_rate(step, self.run.steps, self.run.optimizer.learning_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 

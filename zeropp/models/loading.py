@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from .model import GPT, SIZES, GPTConfig
+from .gpt import GPT, SIZES, GPTConfig
 
 HUGGING_FACE = "hf:"
 Precision = Literal["auto", "fp32", "bf16"]

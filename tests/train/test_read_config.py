@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from zeropp.train.reading import read
+from zeropp.train.read_config import read
 
 
 @dataclass(frozen=True)

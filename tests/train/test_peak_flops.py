@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeropp.train.flops import peak_flops
+from zeropp.train.peak_flops import peak_flops
 
 
 def test_an_unknown_peak_is_said_and_not_guessed() -> None:

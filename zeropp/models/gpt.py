@@ -1,5 +1,5 @@
 """A compact GPT: RMSNorm, rotary positions, SwiGLU, `scaled_dot_product_attention`. Llama's arithmetic, so
-that `export.py` can write it as a Llama by renaming parameters.
+that `train/export.py` can write it as a Llama by renaming parameters.
 
 [Note: Weights from a seed]
 Every parameter has a random generator of its own, made from the seed and the parameter's place in the
@@ -95,12 +95,12 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, heads).transpose(1, 2)  # [B, H, T, D]
             for projection in (self.query, self.key, self.value)
         )
-        query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
+        query, key = apply_rotary(query, self.rotary_base), apply_rotary(key, self.rotary_base)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
+def apply_rotary(x: Tensor, base: float) -> Tensor:
     """Rotary positions for `x` [B, H, T, D]: pairs (d, d + D/2) turn by position * base**(-2d/D).
 
     The angles are computed here, in fp32, and not kept: a buffer would have to be filled again after

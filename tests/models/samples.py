@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
-from zeropp.train.models import ModelConfig
+from zeropp.models.loading import ModelConfig
 
 VOCABULARY, CONTEXT = 50, 16
 SMALL = ModelConfig("tiny", layers=3, width=48, heads=3, context=CONTEXT, vocab_size=VOCABULARY)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeropp.train.model import GPT, INITIAL_STD, SIZES, GPTConfig, rotate
+from zeropp.models.gpt import GPT, INITIAL_STD, SIZES, GPTConfig, apply_rotary
 
 SMALL = GPTConfig(layers=3, width=48, heads=3, context=32, vocab_size=50)
 
@@ -48,7 +48,7 @@ def test_attention_depends_on_distance_and_not_on_position() -> None:
     query, key = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0)).expand(
         -1, 1, 1, 40, 16
     )
-    scores = rotate(query, 1e4)[0, 0] @ rotate(key, 1e4)[0, 0].T  # [T, T]
+    scores = apply_rotary(query, 1e4)[0, 0] @ apply_rotary(key, 1e4)[0, 0].T  # [T, T]
     for distance in (0, 1, 17):
         same = scores.diagonal(-distance)
         torch.testing.assert_close(same, same[:1].expand_as(same), rtol=1e-4, atol=1e-4)
@@ -57,7 +57,7 @@ def test_attention_depends_on_distance_and_not_on_position() -> None:
 
 def test_rotation_is_exact_in_bf16_up_to_the_last_rounding() -> None:
     x = torch.randn(1, 1, 2048, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(rotate(x, 1e4), rotate(x.float(), 1e4).bfloat16())
+    assert torch.equal(apply_rotary(x, 1e4), apply_rotary(x.float(), 1e4).bfloat16())
 
 
 def test_weights_depend_on_the_seed_and_nothing_else() -> None:

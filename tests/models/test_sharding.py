@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F  # noqa: N812
 
 import zeropp
+from tests.models.samples import HF_CONFIGS, SMALL, hugging_face, tokens
 from tests.ranks import Ranks
-from tests.train.samples import HF_CONFIGS, SMALL, hugging_face, tokens
-from zeropp.train.models import ModelConfig, blocks_of, build_model
-from zeropp.train.sharding import build_sharded, is_good_at_bf16, shard
+from zeropp.models.loading import ModelConfig, blocks_of, build_model
+from zeropp.models.sharding import build_sharded, is_good_at_bf16, shard
 
 
 def backward(model: nn.Module) -> float:

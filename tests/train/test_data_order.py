@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropp.train.shuffle import Shuffle
+from zeropp.train.data_order import Shuffle
 
 
 @given(size=st.integers(1, 700), key=st.text(max_size=5))

@@ -9,8 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from .model import GPT
-from .models import ModelConfig, Precision, blocks_of, build_model
+from .gpt import GPT
+from .loading import ModelConfig, Precision, blocks_of, build_model
 
 
 def build_sharded(config: ModelConfig, seed: int, mesh: DeviceMesh) -> nn.Module:

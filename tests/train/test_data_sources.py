@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropp.train.documents import Stream, open_documents, standard_library
+from zeropp.train.data_sources import Stream, open_documents, standard_library
 
 
 def everything(source: str | Path) -> list[int]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train.samples import CONTEXT, HF_CONFIGS, SMALL, VOCABULARY, hugging_face, tokens
-from zeropp.train.model import SIZES
-from zeropp.train.models import (
+from tests.models.samples import CONTEXT, HF_CONFIGS, SMALL, VOCABULARY, hugging_face, tokens
+from zeropp.models.gpt import SIZES
+from zeropp.models.loading import (
     ModelConfig,
     Shape,
     blocks_of,
