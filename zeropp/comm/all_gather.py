@@ -33,6 +33,7 @@ from torch.profiler import record_function
 from ..config import CodecName, Config
 from ..quant import QUANTIZABLE_DTYPES, CastCodec, Codec, make_codec
 from ..topology import Hop
+from .capture import refuse_capture
 from .chunks import Columns, column_chunks
 from .differences import Differences
 from .node_shard import NodeShard, fingerprint
@@ -131,6 +132,7 @@ class AllGather:
             return self._as_it_is(output_tensor, input_tensor, group, async_op, "flat")
         if input_tensor.numel() == 0:
             return None
+        refuse_capture(self.wire.unit, device)
 
         out, kept = output_tensor.view(world_size, -1), self.node_shard
         self._member = (self.hops[0].group or group).rank()

@@ -38,6 +38,7 @@ from torch.profiler import record_function
 from ..config import INTEGERS, CodecName, Config
 from ..quant import QUANTIZABLE_DTYPES, BlockCodec, Codec, make_codec
 from ..topology import Hop, HopName
+from .capture import refuse_capture
 from .chunks import Columns, column_chunks
 from .feedback import Feedback
 from .pipeline import run_pipelined
@@ -149,6 +150,7 @@ class ReduceScatter:
             return self._as_it_is(output_tensor, input_tensor, group, op, async_op)
         if output_tensor.numel() == 0:
             return None
+        refuse_capture(self.wire.unit, input_tensor.device)
 
         rows, out = input_tensor.view(world_size, -1), output_tensor.view(1, -1)
         pending, factor = self._pending_for(rows), scale_of(op, world_size)
