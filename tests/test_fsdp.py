@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import groupby
 from typing import Any, cast
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
 import zeropp
 from tests.ranks import Ranks
 from tests.training import Net, make_net
-from zeropp.fsdp import find_units
+from zeropp.fsdp import READER, TESTED, ReaderOf213, find_units
+
+IS_213 = READER is ReaderOf213
 
 
 def _units(net: nn.Module) -> dict[str, str | None]:
@@ -133,3 +143,191 @@ def test_several_parameter_groups_are_left_alone(ranks: Ranks) -> None:
     reasons, finite = ranks.run(_several_groups)[0]
     assert finite
     assert "several parameter groups" in str(reasons["(root)"])
+
+
+class _Peeking(DefaultReduceScatter):
+    """Remembers what FSDP2 gives it: the dtype, and lengths of runs of one value in the first rank's row."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.dtype = input_tensor.dtype
+        row = input_tensor.view(dist.get_world_size(), -1)[0].tolist()
+        self.runs = [(value, len(list(run))) for value, run in groupby(row)]
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+class _PeekingGather(DefaultAllGather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.runs = [(value, len(list(run))) for value, run in groupby(input_tensor.tolist())]
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+class _Numbered(nn.Module):
+    """Parameters and gradients with a number each, in sizes that do not divide by the ranks."""
+
+    SIZES = (5, 3, 9, 1, 7)
+
+    def __init__(self, dtype: torch.dtype, frozen: int | None) -> None:
+        super().__init__()
+        self.numbers = nn.ParameterList(
+            nn.Parameter(torch.full((size, 2), i + 1.0, dtype=dtype), requires_grad=i != frozen)
+            for i, size in enumerate(self.SIZES)
+        )
+
+    def forward(self) -> Tensor:
+        return torch.stack([(i + 1) * p.sum() for i, p in enumerate(self.numbers)]).sum()
+
+
+def _packed(
+    policy: MixedPrecisionPolicy,
+    dtype: torch.dtype = torch.float32,
+    frozen: int | None = None,
+    grad_dtypes: dict[int, torch.dtype | None] | None = None,
+) -> dict[str, Any]:
+    """What FSDP2 packs for rank 0, and what the unit says it does."""
+    model = _Numbered(dtype, frozen)
+    for number, grad_dtype in (grad_dtypes or {}).items():
+        model.numbers[number].grad_dtype = grad_dtype
+    fully_shard(model, mp_policy=policy)
+    (unit,) = find_units(model)
+    gather, reduce, expected = _PeekingGather(), _Peeking(), unit.reduce_dtype()
+    unit.install(gather, reduce)
+    model().backward()
+    return {
+        "gathered": ([length for _, length in gather.runs], list(unit.gather_lengths())),
+        "reduced": ([length for _, length in reduce.runs], list(unit.reduce_lengths())),
+        "dtype": (reduce.dtype, expected),
+    }
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+POLICIES: dict[str, tuple[Any, ...]] = {
+    "fp32": (MixedPrecisionPolicy(),),
+    "bf16 parameters": (MixedPrecisionPolicy(), BF16),
+    "bf16 compute": (MixedPrecisionPolicy(param_dtype=BF16),),
+    "fp32 reduction": (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),),
+    "bf16 reduction": (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16),),
+    "fp64": (MixedPrecisionPolicy(), torch.float64),
+    "frozen": (MixedPrecisionPolicy(), FP32, 2),
+    "gradient dtypes": (MixedPrecisionPolicy(), FP32, None, {1: BF16, 3: BF16}),
+    "gradient dtypes, bf16 compute": (MixedPrecisionPolicy(param_dtype=BF16), FP32, 4, {0: BF16, 2: None}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_lengths_and_dtypes_are_those_that_fsdp2_packs(ranks: Ranks, name: str) -> None:
+    found = ranks.run(_packed, *POLICIES[name], world=2)[0]
+    gathered, ours = found["gathered"]
+    assert gathered == ours == [2 * -(-size // 2) for size in _Numbered.SIZES]
+    reduced, ours = found["reduced"]
+    assert reduced == ours
+    packed, expected = found["dtype"]
+    assert packed == expected
+
+
+@pytest.mark.skipif(IS_213, reason="gradients are packed in the order of parameters")
+def test_gradients_are_packed_in_another_order(ranks: Ranks) -> None:
+    """Or the test above says nothing about the order."""
+    found = ranks.run(_packed, *POLICIES["gradient dtypes"], world=2)[0]
+    assert found["reduced"][0] != [2 * -(-size // 2) for size in _Numbered.SIZES]
+
+
+def _sent_as_they_are() -> tuple[list[str], str]:
+    model = nn.Linear(4, 4).double()
+    fully_shard(model)
+    zpp = zeropp.apply(model, zeropp.Config(node_size=2))
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    return zpp.treatments[0].notes, zpp.summary()
+
+
+def test_gradients_that_cannot_be_encoded_are_named(ranks: Ranks) -> None:
+    notes, summary = ranks.run(_sent_as_they_are)[0]
+    assert notes == ["weights sent as they are: dtype float64", "gradients sent as they are: dtype float64"]
+    assert "gradients" in summary
+
+
+def _refusals() -> dict[str, str]:
+    """What `apply` says if FSDP2 is not as it was; afterwards, the model is still plain FSDP2's."""
+
+    class Renamed(DefaultAllGather):
+        def __call__(self, output: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            return None
+
+    net, errors = make_net(), {}
+    group = cast(Any, net)._get_fsdp_state()._fsdp_param_groups[0]
+    collectives = sys.modules[DefaultAllGather.__module__]
+    plain = (type(group._all_gather_comm), type(group._reduce_scatter_comm))
+    changes: dict[str, AbstractContextManager[Any]] = {
+        "method": _without(FSDPModule, "set_reduce_scatter_unused_params"),
+        "class": _without(collectives, "DefaultReduceScatter"),
+        "attribute": _without(group, "mesh_info"),
+        "type": patch.object(group, "fsdp_params", {"0": group.fsdp_params[0]}),
+        "call": patch.object(collectives, "DefaultAllGather", Renamed),
+    }
+    for name, changed in changes.items():
+        with changed:
+            try:
+                zeropp.apply(net, zeropp.Config(node_size=1))
+            except RuntimeError as error:
+                errors[name] = str(error)
+        assert plain == (type(group._all_gather_comm), type(group._reduce_scatter_comm))
+    zeropp.apply(net, zeropp.Config(node_size=1))
+    return errors
+
+
+@contextmanager
+def _without(owner: Any, name: str) -> Iterator[None]:
+    kept = vars(owner)[name]
+    delattr(owner, name)
+    yield
+    setattr(owner, name, kept)
+
+
+def test_an_unknown_fsdp2_is_refused(ranks: Ranks) -> None:
+    errors = ranks.run(_refusals, world=2)[0]
+    for name, wrong in {
+        "method": "FSDPModule.set_reduce_scatter_unused_params is missing",
+        "class": "_fsdp_collectives.DefaultReduceScatter is missing",
+        "attribute": "FSDPParamGroup.mesh_info is missing",
+        "type": "FSDPParamGroup.fsdp_params is a dict, expected <class 'list'>",
+        "call": "Renamed.__call__ has new parameters: args, kwargs, output",
+    }.items():
+        assert wrong in errors[name]
+        assert f"torch {torch.__version__}" in errors[name]
+        assert f"tested with torch {', '.join(TESTED)}" in errors[name]
+
+
+ON_ANOTHER_VERSION = """
+import sys
+import torch
+torch.__version__ = sys.argv[1]
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import zeropp
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+for _ in range(2):
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model)
+    zeropp.apply(model, zeropp.Config(node_size=2))
+dist.destroy_process_group()
+"""
+
+
+def _apply_on(version: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", ON_ANOTHER_VERSION, version]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_an_untested_version_is_warned_about_once_and_runs() -> None:
+    untested = "2.12.9+old" if IS_213 else "2.99.1+new"
+    done = _apply_on(untested)
+    assert done.returncode == 0, done.stderr
+    warning = f"zeropp is tested with torch {', '.join(TESTED)}, and this is {untested}"
+    assert done.stderr.count(warning) == 1
+
+
+@pytest.mark.skipif(not IS_213, reason="a new version is read as this one is")
+def test_an_untested_version_without_what_is_read_is_refused() -> None:
+    done = _apply_on("2.99.1+new")
+    assert done.returncode == 1
+    assert "torch 2.99.1+new: FSDPParamGroup._reduce_scatter_param_indices is missing" in done.stderr

@@ -1,23 +1,109 @@
-"""The adapter: finds the units of an FSDP2 model and puts comms into them. The only file that knows FSDP2
-(torch 2.13), and the only one that reads its private attributes."""
+"""The adapter: finds the units of an FSDP2 model and puts comms into them. The only file that knows what is
+private in FSDP2.
+
+[Note: Versions]
+`_check` runs in every `find_units`, so before anything is changed: all that is read here must be there and be
+of the type that we know. What differs between versions of torch is in the two readers, and nowhere else. A
+version outside `TESTED` is warned about and used if the check passes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, reduce
+from inspect import signature
+from operator import attrgetter
+from types import FunctionType
+from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.utils.hooks import RemovableHandle
 
 from .comm import AllGather, ReduceScatter
 
+logger = logging.getLogger("zeropp")
+
+TESTED = ("2.13", "2.14", "2.15")
+TORCH: str = vars(torch)["__version__"]  # mypy cannot tell the type of torch.__version__ at module level
+VERSION = ".".join(TORCH.split(".")[:2])
 ROOT = "(root)"
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # of torch.compile and activation checkpointing
-REPLACEABLE = (DefaultAllGather, DefaultReduceScatter, AllGather, ReduceScatter)
+
+Parts = Mapping[str, type | tuple[type, ...]]
+"""What is read of something, and the type that it must have."""
+DISTRIBUTED: Parts = {"all_gather_single": FunctionType, "reduce_scatter_single": FunctionType}
+COLLECTIVES: Parts = {"DefaultAllGather": type, "DefaultReduceScatter": type}
+COMMON: Parts = {"FSDPMeshInfo": type}
+MODULE: Parts = {
+    "_get_fsdp_state": FunctionType,
+    "set_all_reduce_hook": FunctionType,
+    "set_custom_all_gather": FunctionType,
+    "set_custom_reduce_scatter": FunctionType,
+    "set_reduce_scatter_unused_params": FunctionType,
+}
+STATE: Parts = {"_fsdp_param_groups": (list, tuple)}
+GROUP: Parts = {
+    "_all_gather_comm": object,
+    "_is_hsdp": bool,
+    "_reduce_scatter_comm": object,
+    "fsdp_params": list,
+    "mesh_info": object,
+    "reduce_scatter_unused_params": bool,
+}
+SHARD_MESH: Parts = {"shard_process_group": ProcessGroup}
+PARAM: Parts = {
+    "_module_info.module": nn.Module,
+    "_module_info.shared_modules": list,
+    "mp_policy": MixedPrecisionPolicy,
+    "padded_sharded_param_size": torch.Size,
+    "sharded_param": nn.Parameter,
+}
+
+
+class ReaderOf213:
+    """torch 2.13 and 2.14: gradients are packed in the order of parameters, in the dtype of computing."""
+
+    group: ClassVar[Parts] = {}
+    param: ClassVar[Parts] = {}
+
+    @staticmethod
+    def reduce_order(group: Any) -> list[Any]:
+        return list(group.fsdp_params)
+
+    @staticmethod
+    def gradient_dtype(param: Any) -> torch.dtype:
+        return _compute_dtype(param)
+
+
+class ReaderOf215:
+    """torch 2.15: gradients follow each parameter's `grad_dtype`, and those of one dtype are packed together;
+    FSDP2 knows the order from the first forward on."""
+
+    group: ClassVar[Parts] = {"_reduce_scatter_param_indices": list}
+    param: ClassVar[Parts] = {"sharded_grad_dtype": (torch.dtype, type(None))}
+
+    @staticmethod
+    def reduce_order(group: Any) -> list[Any]:
+        return [group.fsdp_params[index] for index in group._reduce_scatter_param_indices]
+
+    @staticmethod
+    def gradient_dtype(param: Any) -> torch.dtype:
+        return param.sharded_grad_dtype or _compute_dtype(param)  # None: as autograd makes them
+
+
+READER = ReaderOf213 if tuple(map(int, VERSION.split("."))) < (2, 15) else ReaderOf215
+
+
+def _compute_dtype(param: Any) -> torch.dtype:
+    """What FSDP2 casts a parameter to when it gathers it."""
+    cast_to, dtype = param.mp_policy.param_dtype, param.sharded_param.dtype
+    return cast_to if cast_to and dtype.is_floating_point else dtype  # type: ignore[no-any-return]
 
 
 class Unit:
@@ -26,7 +112,8 @@ class Unit:
     def __init__(self, names: list[str], module: FSDPModule, param_groups: list[Any]) -> None:
         self.names = names
         """Of its modules in the model; several for `fully_shard([a, b])`. `(root)` is the model itself."""
-        self._module = module
+        self.module: Any = module
+        """The first of them: an nn.Module and an FSDPModule."""
         self._param_groups = param_groups  # one, except with a mesh per parameter
         self._sent_unused = bool(param_groups[0].reduce_scatter_unused_params)
 
@@ -37,12 +124,17 @@ class Unit:
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks that the unit is sharded over; None if it is only replicated."""
-        return getattr(self._param_groups[0].mesh_info, "shard_process_group", None)
+        mesh = self._param_groups[0].mesh_info
+        return mesh.shard_process_group if isinstance(mesh, common.FSDPMeshInfo) else None
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The sharded parameters, as the optimizer knows them."""
-        return [p.sharded_param for group in self._param_groups for p in group.fsdp_params]
+        return [p.sharded_param for p in self._fsdp_params]
+
+    @property
+    def _fsdp_params(self) -> list[Any]:
+        return [p for group in self._param_groups for p in group.fsdp_params]
 
     @property
     def is_frozen(self) -> bool:
@@ -56,18 +148,25 @@ class Unit:
         """Whether an optimizer with these parameters (by id) can change the unit's weights."""
         return any(id(p) in optimizer_params and (p.requires_grad or p.grad is not None) for p in self.params)
 
-    def shard_lengths(self) -> list[int]:
-        """Elements of each parameter in a rank's shard, padding included, the same on every rank.
+    def gather_lengths(self) -> tuple[int, ...]:
+        """Elements of each parameter in a rank's shard, padding included, in the order in which weights are
+        gathered; the same on every rank."""
+        return tuple(p.padded_sharded_param_size.numel() for p in self._fsdp_params)
 
-        The layout of what is gathered, and of what is reduced if all parameters have gradients."""
-        return [
-            p.padded_sharded_param_size.numel() for group in self._param_groups for p in group.fsdp_params
-        ]
+    def reduce_lengths(self) -> tuple[int, ...]:
+        """The same for what is reduced, if all that is trained has a gradient. Known once FSDP2 has run."""
+        order = [p for group in self._param_groups for p in READER.reduce_order(group)]
+        return tuple(p.padded_sharded_param_size.numel() for p in order if p.sharded_param.requires_grad)
 
     def gather_dtypes(self) -> set[torch.dtype]:
         """The dtypes that FSDP2 gathers; if there are several, it sends raw bytes."""
-        cast_to = self._param_groups[0].mp_policy.param_dtype
-        return {cast_to if cast_to and p.is_floating_point() else p.dtype for p in self.params}
+        return {_compute_dtype(p) for p in self._fsdp_params}
+
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype that FSDP2 reduces gradients in, all of them in one; None if nothing is trained."""
+        trained = [p for p in self._fsdp_params if p.sharded_param.requires_grad]
+        dtypes = {p.mp_policy.reduce_dtype or READER.gradient_dtype(p) for p in trained}
+        return reduce(torch.promote_types, dtypes) if dtypes else None
 
     def has_no_gradients(self) -> bool:
         return all(p.grad is None for p in self.params)
@@ -79,8 +178,14 @@ class Unit:
         if self.group is None or self.group.size() == 1:
             return "a shard group of one rank: nothing is sent"
         group = self._param_groups[0]
+        replaceable = {
+            collectives.DefaultAllGather,
+            collectives.DefaultReduceScatter,
+            AllGather,
+            ReduceScatter,
+        }
         custom = [
-            c for c in (group._all_gather_comm, group._reduce_scatter_comm) if type(c) not in REPLACEABLE
+            c for c in (group._all_gather_comm, group._reduce_scatter_comm) if type(c) not in replaceable
         ]
         if custom:
             return f"has custom comms already: {', '.join(type(comm).__name__ for comm in custom)}"
@@ -91,23 +196,28 @@ class Unit:
         comm = self._param_groups[0]._all_gather_comm
         return comm if isinstance(comm, AllGather) else None
 
-    def install(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
-        self._module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]  # any object will do
-        self._module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+    def install(self, all_gather: Any, reduce_scatter: Any) -> None:
+        """Put comms in place: ours, or any objects with their `allocate` and `__call__`."""
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_custom_reduce_scatter(reduce_scatter)
 
     def restore(self) -> None:
         """Give the unit back to FSDP2."""
-        self._module.set_custom_all_gather(DefaultAllGather())
-        self._module.set_custom_reduce_scatter(DefaultReduceScatter())
-        self._module.set_reduce_scatter_unused_params(self._sent_unused, recurse=False)
+        self.module.set_custom_all_gather(collectives.DefaultAllGather())
+        self.module.set_custom_reduce_scatter(collectives.DefaultReduceScatter())
+        self.module.set_reduce_scatter_unused_params(self._sent_unused, recurse=False)
 
     def send_unused_gradients(self) -> None:
         """Reduce parameters without a gradient as zeros, so that every reduction has the same layout."""
-        self._module.set_reduce_scatter_unused_params(True, recurse=False)
+        self.module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def on_all_reduce(self, react: Callable[[Tensor], None]) -> None:
+        """Call `react` with the shard of gradients whenever it has been reduced over all replicas of HSDP."""
+        self.module.set_all_reduce_hook(react)
 
     def on_load(self, react: Callable[[], None]) -> list[RemovableHandle]:
         """Call `react` after a state-dict load into any module that owns a parameter of the unit."""
-        infos = [p._module_info for group in self._param_groups for p in group.fsdp_params]
+        infos = [p._module_info for p in self._fsdp_params]
         owners = {module for info in infos for module in (info.module, *info.shared_modules)}
         return [owner.register_load_state_dict_post_hook(lambda *_: react()) for owner in owners]
 
@@ -118,16 +228,82 @@ class Unit:
 
 def find_units(model: nn.Module) -> list[Unit]:
     """The units of `model` and of the modules in it, in order of `named_modules`: the same on every rank."""
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    _check([module for _, module in modules])
     found: dict[int, Unit] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for name, module in modules:
         state = module._get_fsdp_state()
         if id(state) in found:
             found[id(state)].names.append(_clean(name))
         elif state._fsdp_param_groups:
             found[id(state)] = Unit([_clean(name)], module, state._fsdp_param_groups)
     return list(found.values())
+
+
+def gather_copies() -> tuple[Any, Any]:
+    """FSDP2's operations around an all-gather: shards into the buffer, and the buffer into parameters."""
+    return torch.ops.fsdp.all_gather_copy_in, torch.ops.fsdp.split_with_sizes_copy
+
+
+def _check(modules: list[FSDPModule]) -> None:
+    """Raise if FSDP2 is not as we know it; see [Note: Versions]."""
+    for name, example, parts in _what_is_read(modules):
+        if wrong := [text for path, kind in parts.items() if (text := _wrong(example, path, kind))]:
+            _refuse([f"{name}.{text}" for text in wrong])
+    for ours, theirs in (
+        (AllGather, collectives.DefaultAllGather),
+        (ReduceScatter, collectives.DefaultReduceScatter),
+    ):
+        for method in ("allocate", "__call__"):
+            if new := _parameters(theirs, method) - _parameters(ours, method):
+                _refuse([f"{theirs.__name__}.{method} has new parameters: {', '.join(sorted(new))}"])
+    if VERSION not in TESTED:
+        _warn_untested()
+
+
+def _what_is_read(modules: list[FSDPModule]) -> Iterator[tuple[str, Any, Parts]]:
+    """Everything that is read of FSDP2, from the outside in, with an example of each thing to look at."""
+    yield "torch.distributed", torch.distributed, DISTRIBUTED
+    yield "_fsdp_collectives", collectives, COLLECTIVES
+    yield "_fsdp_common", common, COMMON
+    yield "FSDPModule", FSDPModule, MODULE
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        yield "FSDPState", state, STATE
+        for group in state._fsdp_param_groups:
+            yield "FSDPParamGroup", group, {**GROUP, **READER.group}
+            if isinstance(group.mesh_info, common.FSDPMeshInfo):
+                yield "FSDPMeshInfo", group.mesh_info, SHARD_MESH
+            yield "FSDPParam", group.fsdp_params[0], {**PARAM, **READER.param}
+            return  # the others are made of the same classes
+
+
+def _wrong(example: Any, path: str, kind: type | tuple[type, ...]) -> str | None:
+    try:
+        value = attrgetter(path)(example)
+    except AttributeError:
+        return f"{path} is missing"
+    return None if isinstance(value, kind) else f"{path} is a {type(value).__name__}, expected {kind}"
+
+
+def _parameters(comm: type, method: str) -> set[str]:
+    return set(signature(getattr(comm, method)).parameters)
+
+
+def _refuse(wrong: list[str]) -> NoReturn:
+    raise RuntimeError(
+        f"zeropp cannot work with FSDP2 of torch {TORCH}: {'; '.join(wrong)}. It is tested with "
+        f"torch {', '.join(TESTED)}: install one of these"
+    )
+
+
+@cache
+def _warn_untested() -> None:
+    logger.warning(
+        "zeropp is tested with torch %s, and this is %s; what it needs of FSDP2 is there, and it goes on",
+        ", ".join(TESTED),
+        TORCH,
+    )
 
 
 def _clean(name: str) -> str:

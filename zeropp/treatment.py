@@ -74,14 +74,17 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
     treatment.topology = topology = Topology.of(unit.group, config.node_size)
     hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
     wire = Wire(unit.name, topology, ledger, scratch)
-    parameters = unit.shard_lengths()
     treatment.comms = (
-        AllGather(wire, hops, config, parameters),
-        ReduceScatter(wire, hops[::-1], config, unit.has_no_gradients, parameters),
+        AllGather(wire, hops, config, unit.gather_lengths()),
+        ReduceScatter(wire, hops[::-1], config, unit.has_no_gradients, unit.reduce_lengths),
     )
     dtypes = unit.gather_dtypes()
     if config.weights != "none" and (len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES):
         treatment.notes.append(f"weights sent as they are: dtype {_names(dtypes)}")
+    reduced = unit.reduce_dtype()
+    encoded = {config.gradients_in_node, config.gradients_across} != {"none"}
+    if encoded and reduced is not None and reduced not in QUANTIZABLE_DTYPES:
+        treatment.notes.append(f"gradients sent as they are: dtype {_names({reduced})}")
     if config.weights == "int4":
         treatment.notes.append("int4 weights are known to ruin training")
     if unit.is_hsdp:

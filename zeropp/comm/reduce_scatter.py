@@ -89,11 +89,12 @@ class ReduceScatter:
         hops: tuple[Hop, ...],
         config: Config,
         gradients_dropped: Callable[[], bool],
-        parameters: Sequence[int] = (),
+        parameters: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         self.wire = wire
-        self.parameters = tuple(parameters)
-        """Elements of each in a shard, in its order."""
+        self.parameters = parameters
+        """Elements of each in a shard, in its order. Asked in every reduction: the order is known only when
+        training has started, and what is trained may change."""
         self.hops = hops
         """(in-node, across), or the only one."""
         self.codec_names: dict[HopName, CodecName] = {
@@ -165,7 +166,7 @@ class ReduceScatter:
                 group,
             )
             for number, columns in enumerate(
-                column_chunks(rows.shape[1], self.config.block_size, self.parameters)
+                column_chunks(rows.shape[1], self.config.block_size, self.parameters())
             )
         )
         run_pipelined(self._reduce(chunk) for chunk in chunks)

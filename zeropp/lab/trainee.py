@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
+from ..fsdp import find_units
 from ..handle import ZeroPP, apply
 from .deepspeed_peer import DeepSpeedTrainee
 from .rows import Row
@@ -93,10 +94,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _send_nothing(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_NoAllGather())  # type: ignore[arg-type]  # any object will do
-            module.set_custom_reduce_scatter(_NoReduceScatter())  # type: ignore[arg-type]
+    for unit in find_units(model):
+        unit.install(_NoAllGather(), _NoReduceScatter())
 
 
 class _NoAllGather:

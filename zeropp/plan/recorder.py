@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
+from ..fsdp import ROOT, gather_copies
 from .hops import HopMeter, all_reduce_hop
 from .memory import LiveStorages, MemoryEstimate
 from .trace import Compute, Event, Hop, Phase, Reduce
@@ -38,8 +39,7 @@ UNTOUCHED = {
     aten.new_empty_strided,
     aten._unsafe_view,
 }
-COPY_IN, COPY_OUT = torch.ops.fsdp.all_gather_copy_in, torch.ops.fsdp.split_with_sizes_copy
-ROOT = "(root)"
+COPY_IN, COPY_OUT = gather_copies()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

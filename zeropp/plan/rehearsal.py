@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..config import Config
@@ -34,7 +34,7 @@ from .hops import HopMeter
 from .layers import Part
 from .memory import LiveStorages, MemoryEstimate, nbytes_of
 from .models import PlanError, are_alike, find_blocks, loss_of
-from .recorder import ROOT, Recorded, Recorder
+from .recorder import Recorded, Recorder
 from .scenario import Scenario
 from .trace import Gather, Reduce
 
@@ -112,21 +112,19 @@ class _Rehearsal:
         return Recording(parts, parameters, self._layers_name, self._layers, self._are_alike)
 
     def _watch(self) -> None:
-        modules = {name or ROOT: m for name, m in self._model.named_modules() if isinstance(m, FSDPModule)}
         for treatment in self._zpp.treatments:
-            name, topology = treatment.unit.name, treatment.topology
-            module = modules[name]
-            self._recorder.watch(name, module)  # type: ignore[arg-type]  # an FSDPModule is an nn.Module
+            unit, topology = treatment.unit, treatment.topology
+            self._recorder.watch(unit.name, unit.module)
             if self._row.is_hsdp:
-                module.set_all_reduce_hook(self._all_reduced(name))
+                unit.on_all_reduce(self._all_reduced(unit.name))
             if treatment.comms is not None and topology is not None:
                 all_gather, reduce_scatter = treatment.comms
                 gathers = HopMeter(Gather, treatment, topology, self._zpp.ledger)
                 reductions = HopMeter(Reduce, treatment, topology, self._zpp.ledger)
-                recorded = Recorded(all_gather, gathers, self._recorder)
-                module.set_custom_all_gather(recorded)  # type: ignore[arg-type]  # any object will do
-                recorded = Recorded(reduce_scatter, reductions, self._recorder)
-                module.set_custom_reduce_scatter(recorded)  # type: ignore[arg-type]
+                unit.install(
+                    Recorded(all_gather, gathers, self._recorder),
+                    Recorded(reduce_scatter, reductions, self._recorder),
+                )
 
     def _all_reduced(self, unit: str) -> Any:
         return lambda gradients: self._recorder.replicas_reduced(unit, gradients, self._scenario.nodes)
