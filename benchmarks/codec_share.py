@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import zeropp
+from zeropp.labels import Label
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # type: ignore[import-not-found, unused-ignore]
@@ -73,9 +74,8 @@ def main() -> None:
             step()
     parts: dict[str, float] = defaultdict(float)
     for event in prof.key_averages():
-        if event.key.startswith("zeropp::"):
-            part = event.key.removeprefix("zeropp::").split(" ")[0].split(".")[1]
-            parts[part] += event.cpu_time_total / 1e3 / options.steps
+        if label := Label.read(event.key):
+            parts[label.part] += event.cpu_time_total / 1e3 / options.steps
     everyone: list[tuple[float, dict[str, float]]] = [(0.0, {})] * dist.get_world_size()
     dist.all_gather_object(everyone, (step_ms, dict(parts)))
     if dist.get_rank() == 0:

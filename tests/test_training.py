@@ -15,6 +15,7 @@ import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import OPTIMIZERS, Trainer
+from zeropp.labels import Label
 
 ON_2X2 = zeropp.Config(node_size=2)
 
@@ -79,7 +80,7 @@ def _count_collectives(micro_batches: int) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         trainer.step()
     events = {event.key: event.count for event in prof.key_averages()}
-    labels = [key for key in events if key.startswith("zeropp::")]
+    labels = [label for key in events if (label := Label.read(key))]
     return {
         "messages": events["c10d::send"],
         "labels": labels,
@@ -102,8 +103,8 @@ def test_hops_across_nodes_run_once_per_step(ranks: Ranks, micro_batches: int) -
             gathers = micro_batches if unit == "(root)" else 2 * micro_batches
             assert calls[unit, "all_gather", "in-node"] == gathers
         assert result["messages"] == sum(calls.values())  # every hop has one peer, and every unit one chunk
-        assert "zeropp::all_gather.across (blocks.0)" in result["labels"]
-        assert "zeropp::reduce_scatter.recode (blocks.0)" in result["labels"] or micro_batches > 1
+        assert Label("all_gather", "across", "blocks.0") in result["labels"]
+        assert Label("reduce_scatter", "recode", "blocks.0") in result["labels"] or micro_batches > 1
 
 
 def _gathered_weights(config: zeropp.Config) -> list[bytes]:

@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from ..config import CodecName, Config
+from ..labels import Label
 from ..quant import QUANTIZABLE_DTYPES, CastCodec, Codec, make_codec
 from ..topology import Hop
 from .capture import refuse_capture
@@ -181,7 +182,7 @@ class AllGather:
         elif self.differences is not None and self.differences.are_next and _is_float(shard):
             yield from self.differences.send(chunk, shard, encoded, codec, group, columns.block_starts)
         else:
-            with record_function(f"zeropp::all_gather.encode ({unit})"):
+            with record_function(str(Label("all_gather", "encode", unit))):
                 codec.encode(shard.view(1, -1), encoded[self._member].view(1, -1))
             yield from self.wire.all_gather(first, group, encoded)
         if len(self.hops) == 2:
@@ -189,7 +190,7 @@ class AllGather:
             gathered = yield from self._gather_in_node(chunk, encoded, group)
         else:
             gathered = encoded
-        with record_function(f"zeropp::all_gather.decode ({unit})"):
+        with record_function(str(Label("all_gather", "decode", unit))):
             codec.decode(gathered, out, self._row_order)
 
     def _for_node(
@@ -201,7 +202,7 @@ class AllGather:
         in_node = make_codec(self.config.delta_in_node, shard.dtype, self.config.block_size)
         in_node = in_node.with_block_starts(columns.block_starts)
         size, device = (len(kept), shard.numel()), shard.device
-        with record_function(f"zeropp::all_gather.encode ({self.wire.unit})"):
+        with record_function(str(Label("all_gather", "encode", self.wire.unit))):
             take = self.wire.scratch.take
             values = take("all_gather.reference", *size, dtype=torch.float32, device=device)
             codec.decode(kept, values)

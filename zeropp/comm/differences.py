@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from ..labels import Label
 from ..quant import BlockCodec, BlockFormat, Codec
 from ..topology import Hop
 from .wire import Wire
@@ -59,16 +60,16 @@ class Differences:
     ) -> Generator[None]:
         """Bring `reference` [N, E16], encoded by `codec`, up to date with the shards [S] of all members."""
         wire_codec = self._codec.with_block_starts(block_starts)
-        label, me = f"zeropp::all_gather.%s ({self.wire.unit})", (self.hop.group or group).rank()
+        me, unit = (self.hop.group or group).rank(), self.wire.unit
         numel, members = shard.numel(), self.hop.size
         encoded = self._scratch(f"encoded.{chunk}", members, wire_codec.row_bytes(numel), torch.uint8, shard)
-        with record_function(label % "encode"):
+        with record_function(str(Label("all_gather", "encode", unit))):
             difference = self._scratch("difference", 1, numel, torch.float32, shard)
             codec.decode(reference[me : me + 1], difference)
             torch.sub(shard.view(1, -1), difference, out=difference)
             wire_codec.encode(difference, encoded[me : me + 1])
         yield from self.wire.all_gather(self.hop, group, encoded)
-        with record_function(label % "decode"):
+        with record_function(str(Label("all_gather", "decode", unit))):
             updated = self._scratch("updated", members, numel, torch.float32, shard)
             codec.decode(reference, updated)
             wire_codec.decode_sum(encoded.unsqueeze(0), updated, accumulate=True)

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
-Collective = Literal["all_gather", "reduce_scatter"]
+from ..labels import Collective
 
 
 @dataclass

@@ -36,6 +36,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.profiler import record_function
 
 from ..config import INTEGERS, CodecName, Config
+from ..labels import Label
 from ..quant import QUANTIZABLE_DTYPES, BlockCodec, Codec, make_codec
 from ..topology import Hop, HopName
 from .capture import refuse_capture
@@ -290,7 +291,7 @@ class ReduceScatter:
         take, tag = self.wire.scratch.take, f"reduce_scatter.{hop.name}.{chunk.number}"
         device = chunk.rows.device
         sent, received = take(f"{tag}.sent", *shape, device=device), take(f"{tag}.got", *shape, device=device)
-        with record_function(f"zeropp::reduce_scatter.{what} ({self.wire.unit})"):
+        with record_function(str(Label("reduce_scatter", what, self.wire.unit))):
             fill(sent.view(rows, -1))
         yield from self.wire.all_to_all(hop, chunk.group, sent, received)
         return received
@@ -298,7 +299,7 @@ class ReduceScatter:
     def _decode_sum(
         self, codec: Codec, received: Tensor, out: Tensor, factor: float, accumulate: bool = False
     ) -> None:
-        with record_function(f"zeropp::reduce_scatter.decode ({self.wire.unit})"):
+        with record_function(str(Label("reduce_scatter", "decode", self.wire.unit))):
             codec.decode_sum(received, out, factor, accumulate)
 
     def _codec(self, chunk: Chunk, hop: Hop, dtype: torch.dtype) -> Codec:

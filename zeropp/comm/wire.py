@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from ..labels import Collective, Label
 from ..topology import Hop, Topology
-from .ledger import Collective, Ledger
+from .ledger import Ledger
 
 
 class Scratch:
@@ -59,7 +60,7 @@ class Wire:
     def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor) -> Generator[None]:
         """pieces [hop.size, ...]: each member has filled its own, and gets the others. Yields on the way."""
         group = hop.group or group
-        me, label = group.rank(), f"zeropp::all_gather.{hop.name} ({self.unit})"
+        me, label = group.rank(), str(Label("all_gather", hop.name, self.unit))
         with record_function(label):
             if _is_direct(hop, pieces):
                 works = _swap(group, {peer: (pieces[me], pieces[peer]) for peer in _peers(hop, me)})
@@ -74,7 +75,7 @@ class Wire:
     def all_to_all(self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor) -> Generator[None]:
         """out[k] = what member k had in pieces[own rank]; both [hop.size, ...]. Yields on the way."""
         group = hop.group or group
-        me, label = group.rank(), f"zeropp::reduce_scatter.{hop.name} ({self.unit})"
+        me, label = group.rank(), str(Label("reduce_scatter", hop.name, self.unit))
         with record_function(label):
             if _is_direct(hop, pieces):
                 works = _swap(group, {peer: (pieces[peer], out[peer]) for peer in _peers(hop, me)})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
+
+from ..labels import Label
 
 PARTS = (
     "encode",
@@ -21,7 +22,6 @@ PARTS = (
 """In the order of a step. "recode" is decode, sum and encode between the two hops of the gradients; "other
 collectives" are those that zeropp did not send; "compute" is all the rest of the step."""
 
-LABEL = re.compile(r"zeropp::(all_gather|reduce_scatter)\.([a-z-]+)")
 SUBJECT = {"all_gather": "weights", "reduce_scatter": "gradients"}
 
 
@@ -44,14 +44,13 @@ def split_step(profiler: Any, step_ms: float) -> dict[str, float]:
 
 def part_of(label: str) -> str | None:
     """
-    >>> part_of("zeropp::all_gather.across (blocks.0)"), part_of("zeropp::reduce_scatter.recode ((root))")
-    ('weights across', 'recode')
+    >>> part_of(str(Label("all_gather", "across", "blocks.0")))
+    'weights across'
     """
-    match = LABEL.match(label)
-    if match is None:
+    read = Label.read(label)
+    if read is None:
         return None
-    collective, what = match.groups()
-    return what if what in PARTS else f"{SUBJECT[collective]} {what}"
+    return read.part if read.part in PARTS else f"{SUBJECT[read.collective]} {read.part}"
 
 
 def _overlaps(span: tuple[float, float], others: list[tuple[float, float]]) -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..comm.ledger import Collective as Counted
 from ..comm.ledger import Ledger, Traffic
+from ..labels import Collective as Counted
 from ..quant import QUANTIZABLE_DTYPES
 from ..topology import Topology
 from ..treatment import Treatment

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .dispatch import implementation_for
 from .formats import BlockFormat, RowOrder, align
+from .row_copies import gather_rows, scatter_rows
 
 if TYPE_CHECKING:
     from ..config import CodecName
@@ -72,16 +73,19 @@ class CastCodec(Codec):
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        rows = source if order is None else source[list(order)]
-        self._values(out, source.shape[1]).copy_(rows)
-        out[:, source.shape[1] * self.wire_dtype.itemsize :] = 0
+        values = self._values(out, source.shape[1])
+        if order is None:
+            values.copy_(source)
+        else:
+            gather_rows(source, values, order)
+        out[:, source.shape[1] * self.wire_dtype.itemsize :].zero_()
 
     def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
         values = self._values(encoded, out.shape[1])
         if order is None:
             out.copy_(values)
         else:
-            out[list(order)] = values.to(out.dtype)
+            scatter_rows(values, out, order)
 
     def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
         total = self._values(encoded[0], out.shape[1]).to(torch.float32, copy=True)
