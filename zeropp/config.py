@@ -81,8 +81,11 @@ class Config:
 
     route: Route = "two-hop"
     """"two-hop": one hop between ranks of equal position on all nodes, one inside the node. "flat": one hop
-    over the whole group, as FSDP2's own collectives go; gradients with codec "none" then use the backend's
-    own reduce-scatter."""
+    over the whole group, as FSDP2's own collectives go. Gradients as "none" then take the backend's own
+    reduce-scatter; as "bf16", the ring that NCCL would use, with NCCL's sums, rounded at each hop
+    (comm/ring.py). "int8" and "int4" are sent to each owner directly, an all-to-all, because a ring would
+    quantize them at each hop. Sent directly, rows cross nodes up to ranks-per-node times as often as in a
+    ring: integers belong on two hops."""
 
     block_size: int = 128
     """Elements that share one bf16 scale in "int8" and "int4": a power of two from 32 to 4096. Smaller is
@@ -185,7 +188,10 @@ class Config:
 
     @classmethod
     def wire16(cls, **changes: Any) -> Config:
-        """FSDP2 with 16-bit communication: the honest baseline. Sums are still in fp32."""
+        """FSDP2 with 16-bit communication, as NCCL does it: the honest baseline.
+
+        Weights are gathered as bf16. Gradients are reduced as bf16 in a ring that rounds at each hop: see
+        comm/ring.py. (With route="two-hop" they take zeropp's two hops, and sums are in fp32.)"""
         bf16 = {"weights": "bf16", "gradients_in_node": "bf16", "gradients_across": "bf16"}
         return cls.off(**{**bf16, **changes})
 

@@ -111,6 +111,11 @@ class Topology:
         return tuple(position for column in self.columns for position in column)
 
     @property
+    def ring(self) -> tuple[int, ...]:
+        """Positions in the group, node by node: a ring in this order leaves each node once."""
+        return tuple(position for node in self.nodes for position in node)
+
+    @property
     def is_one_node(self) -> bool:
         return len(set(self.node_of)) == 1
 

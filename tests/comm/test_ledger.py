@@ -73,14 +73,14 @@ def test_bytes_of_the_default_are_what_the_paper_says(ranks: Ranks, micro_batche
 
 
 def test_bytes_of_the_flat_16_bit_wire(ranks: Ranks) -> None:
-    """Per node of 2 x 2: a ring carries 3/4 of the model out, an all-to-all one half per rank."""
+    """Per node of 2 x 2: a ring carries 3/4 of the model out, in each of three collectives."""
     results = ranks.run(_one_step, zeropp.Config.wire16(node_size=2), 1)
     for padded, total, across, baseline in results:
         shard = padded // 4
         row = -(-shard * 2 // 16) * 16
         assert total["all_gather", "flat"] == 2 * 3 * row
-        assert total["reduce_scatter", "flat"] == 3 * row
-        assert across == 2 * 3 * row // 2 + 2 * row
+        assert total["reduce_scatter", "flat"] == 3 * shard * 2
+        assert across == 2 * 3 * row // 2 + 3 * shard * 2 // 2
         assert baseline == 3 * (3 * shard * 2 // 2)
 
 

@@ -42,7 +42,7 @@ def test_rows_that_need_several_ranks_a_node_say_so() -> None:
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_a_peer_that_is_not_installed_says_so() -> None:
     says = find_row("deepspeed").why_not(nodes=2, ranks_per_node=2)
-    assert says == "DeepSpeed is not installed: pip install deepspeed"
+    assert says == "DeepSpeed is not installed: pip install 'zeropp[deepspeed]'"
 
 
 def test_a_row_that_does_not_exist_is_named() -> None:

@@ -61,7 +61,7 @@ def test_bytes_per_node_and_parameter(good: Results) -> None:
     }
     assert per_parameter["default"] < 0.80
     assert per_parameter["four_bit"] < 0.55
-    assert 4.9 < per_parameter["wire16"] < 5.3
+    assert 4.5 < per_parameter["wire16"] < 4.65  # three rings of 3/4 of the model in 16 bits, and headers
 
 
 def test_loss_and_delay_change_no_bit(good: Results, tmp_path: Path) -> None:

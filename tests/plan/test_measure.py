@@ -39,6 +39,7 @@ def test_four_ranks_measure_every_hop_and_agree(ranks: Ranks) -> None:
         "all_gather in-node", "all_to_all in-node", "all_gather in-node plain", "reduce_scatter in-node",
         "all_gather across", "all_to_all across", "all_reduce across",
         "all_gather flat", "all_to_all flat", "all_gather flat plain", "reduce_scatter flat",
+        "reduce_scatter flat plain",
     }  # fmt: skip
     assert first["points"]["all_gather across"] == [1 << 12, 1 << 14]
     assert first["points"]["all_to_all flat"] == [3 * ((1 << 12) // 3), 3 * ((1 << 14) // 3)]

@@ -43,6 +43,7 @@ from .capture import refuse_capture
 from .chunks import Columns, column_chunks
 from .feedback import Feedback
 from .pipeline import run_pipelined
+from .ring import reduce_scatter_bf16
 from .wire import Wire
 
 FEEDBACK_FIELDS = (
@@ -155,7 +156,11 @@ class ReduceScatter:
         refuse_capture(self.wire.unit, input_tensor.device)
 
         rows, out = input_tensor.view(world_size, -1), output_tensor.view(1, -1)
-        pending, factor = self._pending_for(rows), scale_of(op, world_size)
+        factor = scale_of(op, world_size)
+        if self.hops[0].name == "flat" and self.codec_names["flat"] == "bf16":
+            reduce_scatter_bf16(self.wire, rows, out, group, op, factor)
+            return None
+        pending = self._pending_for(rows)
         chunks = (
             Chunk(
                 number,

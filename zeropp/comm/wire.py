@@ -97,6 +97,12 @@ class Wire:
         across_bytes = self._ring_share_across(wire_bytes, ranks)
         self.ledger.record(self.unit, collective, hop_name, wire_bytes=wire_bytes, across_bytes=across_bytes)
 
+    def count_flat_ring(self, collective: Collective, piece_bytes: int) -> None:
+        """Record a ring over all ranks, node by node, as NCCL has it, and zeropp's own."""
+        wire_bytes = (self.topology.size - 1) * piece_bytes
+        across_bytes = self._flat_ring_across(wire_bytes)
+        self.ledger.record(self.unit, collective, "flat", wire_bytes=wire_bytes, across_bytes=across_bytes)
+
     def _count_all_to_all(self, hop: Hop, pieces: Tensor) -> None:
         piece_bytes = pieces.numel() * pieces.itemsize // hop.size
         node = self.topology.node_of[self.topology.rank]
@@ -120,8 +126,11 @@ class Wire:
             self.unit,
             collective,
             wire_bytes=wire_bytes,
-            across_bytes=self._ring_share_across(wire_bytes, self.topology.ranks),
+            across_bytes=self._flat_ring_across(wire_bytes),
         )
+
+    def _flat_ring_across(self, wire_bytes: int) -> int:
+        return self._ring_share_across(wire_bytes, [self.topology.ranks[p] for p in self.topology.ring])
 
     def _ring_share_across(self, wire_bytes: int, ranks: Sequence[int]) -> int:
         """This rank's share of what a ring over `ranks` sends out of its node, if each sends `wire_bytes`.

@@ -1,7 +1,13 @@
-"""DeepSpeed's ZeRO-3 as a row of the benchmark, where it is installed (pip install deepspeed).
+"""DeepSpeed's ZeRO-3 as a row of the benchmark, where it is installed (pip install 'zeropp[deepspeed]').
 
 Its ZeRO++ cannot be compared in full on CPU: qwZ and qgZ need CUDA kernels. hpZ can. Weights and gradients
-travel as fp32, since it computes in what it sends and 16-bit products are slow on most CPUs.
+travel as fp32, since it computes in what it sends and 16-bit products are slow on most CPUs: compare it with
+FSDP2 as it comes.
+
+[Note: The same work]
+Some of DeepSpeed's defaults change what is compared, so they are set to what FSDP2 does. Gradients are not
+clipped (by default, to a norm of 1). Every layer is resharded after use (by default it keeps up to 10^9
+parameters, all of a small model; then backward sends nothing, and hpZ has nothing to save).
 """
 
 from __future__ import annotations
@@ -22,6 +28,8 @@ class DeepSpeedTrainee:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed  # type: ignore[import-not-found]  # optional: Row.why_not says so where it is missing
 
+        # Without this it compiles an extension for inference, for minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # Every row has process groups of its own, and DeepSpeed remembers those of its last model.
         deepspeed.comm.comm.cdb = None
         importlib.reload(deepspeed.utils.groups)
@@ -36,7 +44,10 @@ class DeepSpeedTrainee:
                 "stage": 3,
                 "zero_hpz_partition_size": ranks_per_node if row.deepspeed_hpz else 1,
                 "stage3_param_persistence_threshold": 0,
+                "stage3_max_live_parameters": 0,
+                "stage3_max_reuse_distance": 0,
             },
+            "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }

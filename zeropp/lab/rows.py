@@ -36,7 +36,7 @@ class Row:
     def why_not(self, nodes: int, ranks_per_node: int) -> str | None:
         """Why the row makes no sense on such a cluster, or cannot be run here."""
         if self.engine == "deepspeed" and find_spec("deepspeed") is None:
-            return "DeepSpeed is not installed: pip install deepspeed"
+            return "DeepSpeed is not installed: pip install 'zeropp[deepspeed]'"
         if (self.reshard_in_node or self.deepspeed_hpz) and ranks_per_node == 1:
             return "needs more than one rank per node"
         return None

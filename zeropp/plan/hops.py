@@ -91,15 +91,17 @@ class HopMeter:
             if gradients.dtype not in QUANTIZABLE_DTYPES:
                 codec = "none"
             uncoded = name == "flat" and codec == "none"
-            collective: Collective = "reduce_scatter" if uncoded else "all_to_all"
+            is_ring = name == "flat" and codec in ("none", "bf16")
+            collective: Collective = "reduce_scatter" if is_ring else "all_to_all"
             ranks = self._size(name, self._topology.size)
             # The second hop starts from the node slice, which has one row per node.
             numel = gradients.numel() // (self._topology.size // ranks if name == "across" else 1)
-            coded = 0 if uncoded else numel
+            encoded = 0 if uncoded else numel
+            decoded = numel // ranks if is_ring else numel  # a ring has summed up what it brings
             hops.append(
                 Hop(
                     self._level(name), collective, ranks, traffic.wire_bytes, traffic.across_bytes,
-                    traffic.calls, encoded=coded, decoded=coded, codec=codec,
+                    traffic.calls, encoded=encoded, decoded=0 if uncoded else decoded, codec=codec,
                 )
             )  # fmt: skip
         return tuple(hops)

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..comm import Ledger, Scratch, Wire
+from ..comm.ring import reduce_scatter_bf16
 from ..config import CodecName
 from ..models.gpt import GPT, GPTConfig
 from ..quant import make_codec
@@ -48,8 +49,12 @@ MIN_PRODUCTS_SHARE = 0.2
 """Of the time of a layer: where passes over memory seem to explain more than the rest, they do not."""
 TOO_FAST_NS = 1e-3
 """Per byte; a link that looks faster was too fast to be measured at these sizes."""
-OURS: tuple[Collective, ...] = ("all_gather", "all_to_all")
-"""Hops of zeropp, on every kind of link."""
+OURS: dict[Level, tuple[Collective, ...]] = {
+    "in-node": ("all_gather", "all_to_all"),
+    "across": ("all_gather", "all_to_all"),
+    "flat": ("all_gather", "all_to_all", "reduce_scatter"),
+}
+"""Hops of zeropp; its own reduce-scatter is the 16-bit ring."""
 PLAIN: dict[Level, tuple[Collective, ...]] = {
     "in-node": ("all_gather", "reduce_scatter"),
     "across": ("all_reduce",),
@@ -212,10 +217,11 @@ Prepare = Callable[[int], tuple[Callable[[], object], int]]
 def _calls(topology: Topology, device: torch.device) -> Iterator[tuple[str, Prepare]]:
     """Everything to time, by name."""
     for hop in _hops(topology):
-        for collective in OURS:
-            yield f"{collective} {hop.name}", partial(_prepare_ours, topology, device, hop, collective)
+        for collective in OURS[hop.name]:
+            prepare = _prepare_ring if collective == "reduce_scatter" else partial(_prepare_ours, collective)
+            yield f"{collective} {hop.name}", partial(prepare, topology, device, hop)
         for collective in PLAIN[hop.name]:
-            name = f"{collective} {hop.name}" + (" plain" if collective in OURS else "")
+            name = f"{collective} {hop.name}" + (" plain" if collective in OURS[hop.name] else "")
             yield name, partial(_prepare_plain, device, hop.group or _world(), collective)
 
 
@@ -241,7 +247,7 @@ def _sizes(
 
 
 def _prepare_ours(
-    topology: Topology, device: torch.device, hop: Hop, collective: Collective, wanted: int
+    collective: Collective, topology: Topology, device: torch.device, hop: Hop, wanted: int
 ) -> tuple[Callable[[], object], int]:
     wire = Wire("measure", topology, Ledger(), Scratch())
     nbytes = wanted // (hop.size - 1)  # of one piece
@@ -257,6 +263,16 @@ def _prepare_ours(
             pass
 
     return run, (hop.size - 1) * nbytes
+
+
+def _prepare_ring(
+    topology: Topology, device: torch.device, hop: Hop, wanted: int
+) -> tuple[Callable[[], object], int]:
+    wire = Wire("measure", topology, Ledger(), Scratch())
+    rows = torch.zeros(hop.size, wanted // (hop.size - 1) // 2, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(rows[:1])
+    run = partial(reduce_scatter_bf16, wire, rows, out, _world(), dist.ReduceOp.SUM, factor=1.0)
+    return run, (hop.size - 1) * out.nbytes
 
 
 def _prepare_plain(
@@ -304,7 +320,7 @@ def _one_column_gbit_s(meter: _Meter, topology: Topology, wire_bytes: int) -> fl
     across = [hop for hop in _hops(topology) if hop.name == "across"]
     if not across:
         return None
-    run, sent = _prepare_ours(topology, meter.device, across[0], "all_gather", wire_bytes)
+    run, sent = _prepare_ours("all_gather", topology, meter.device, across[0], wire_bytes)
     dist.barrier()
     sends = topology.rank in topology.columns[0]
     return sent * 8 / meter.largest(meter.fastest(run) if sends else 0.0) / 1e9

@@ -1,0 +1,47 @@
+"""DeepSpeed's rows do the same work as FSDP2's. Needs DeepSpeed: docs/lab.md says how to install it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from zeropp.lab import Cluster
+from zeropp.lab.crew import Crew
+from zeropp.lab.workload import Workload
+
+SMALL = Workload(layers=2, width=256, batch=2)
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[dict[str, Any]]]:
+    """What each rank did, by row."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install 'zeropp[deepspeed]'")
+    found = {}
+    with Cluster(nodes=2, ranks_per_node=2) as cluster, Crew(cluster) as crew:
+        for row in ("fsdp2", "deepspeed", "deepspeed-hpz"):
+            built = crew.call("build", row=row, workload=SMALL)
+            steps = crew.call("steps", count=STEPS, micro_batches=1)
+            found[row] = [run | answer for run, answer in zip(steps, built, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("row", ["deepspeed", "deepspeed-hpz"])
+def test_losses_are_those_of_fsdp2(runs: dict[str, list[dict[str, Any]]], row: str) -> None:
+    """With clipped gradients they part at the second step."""
+    for deepspeed, fsdp2 in zip(runs[row], runs["fsdp2"], strict=True):
+        assert deepspeed["losses"] == pytest.approx(fsdp2["losses"], abs=5e-6)
+        assert deepspeed["losses"][-1] < deepspeed["losses"][0]
+
+
+def test_layers_are_resharded_and_hpz_saves_the_gather_of_backward(
+    runs: dict[str, list[dict[str, Any]]],
+) -> None:
+    """fp32, on gloo: two gathers of 3 bytes per parameter and node, and a reduction of 6."""
+    sent = {row: ranks[0]["tx_bytes"] / ranks[0]["parameters"] / STEPS for row, ranks in runs.items()}
+    assert sent["fsdp2"] == pytest.approx(12, rel=0.05)
+    assert sent["deepspeed"] == pytest.approx(12, rel=0.05)
+    assert sent["deepspeed-hpz"] == pytest.approx(9, rel=0.05)
