@@ -12,18 +12,19 @@ from zeropp.lab.crew import Crew
 from zeropp.lab.workload import Workload
 
 SMALL = Workload(layers=2, width=256, batch=2)
-STEPS = 6
+STEPS = 5
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, list[dict[str, Any]]]:
-    """What each rank did, by row."""
+    """What each rank did after the first step, by row."""
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install 'zeropp[deepspeed]'")
     found = {}
     with Cluster(nodes=2, ranks_per_node=2) as cluster, Crew(cluster) as crew:
         for row in ("fsdp2", "deepspeed", "deepspeed-hpz"):
             built = crew.call("build", row=row, workload=SMALL)
+            crew.call("steps", count=1, micro_batches=1)  # in which DeepSpeed sets itself up, and sends more
             steps = crew.call("steps", count=STEPS, micro_batches=1)
             found[row] = [run | answer for run, answer in zip(steps, built, strict=True)]
     return found
@@ -31,7 +32,7 @@ def runs() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("row", ["deepspeed", "deepspeed-hpz"])
 def test_losses_are_those_of_fsdp2(runs: dict[str, list[dict[str, Any]]], row: str) -> None:
-    """With clipped gradients they part at the second step."""
+    """With clipped gradients they part."""
     for deepspeed, fsdp2 in zip(runs[row], runs["fsdp2"], strict=True):
         assert deepspeed["losses"] == pytest.approx(fsdp2["losses"], abs=5e-6)
         assert deepspeed["losses"][-1] < deepspeed["losses"][0]
