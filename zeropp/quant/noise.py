@@ -40,12 +40,19 @@ def make_noise(
     seed: int | None, offset: int, rows: int, blocks: int, block_size: int, device: torch.device
 ) -> Tensor:
     """fp32 [rows, blocks, block_size]."""
+    bits = make_noise_bits(seed, offset, rows, blocks, block_size, device)
+    return ((bits ^ 0x8000) - 0x8000 | 1).float() * 2.0**-16
+
+
+def make_noise_bits(
+    seed: int | None, offset: int, rows: int, blocks: int, block_size: int, device: torch.device
+) -> Tensor:
+    """16 random bits for each element, as int64 [rows, blocks, block_size]."""
     key = _mix(torch.arange(rows, device=device) + seed_key(seed) & MASK)
     block = torch.arange(blocks, device=device) * block_size + offset
     column = block.unsqueeze(1) + torch.arange(block_size // 2, device=device) & MASK
     bits = _mix(key.view(-1, 1, 1) ^ column)
-    halves = torch.cat([bits & 0xFFFF, bits >> 16], dim=-1)
-    return ((halves ^ 0x8000) - 0x8000 | 1).float() * 2.0**-16
+    return torch.cat([bits & 0xFFFF, bits >> 16], dim=-1)
 
 
 def _mix(x: Tensor) -> Tensor:

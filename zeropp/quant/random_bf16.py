@@ -1,0 +1,35 @@
+"""fp32 to bf16, up or down at random, so that the mean over seeds is the fp32 number.
+
+Sums that grow by rounding to nearest lose every addend below 1/512 of the sum, each time. Rounded at random,
+they are wrong by at most one step of bf16 (1/128) each time, in either direction, and exact in the mean.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .noise import make_noise_bits
+
+BLOCK = 128
+PIECE = 1 << 18
+"""Elements at a time: noise is made of 64-bit integers, which would be larger than what is saved."""
+
+
+def round_at_random(source: Tensor, out: Tensor, seed: int, offset: int = 0) -> None:
+    """out = source, fp32 [R, S] to bf16 [R, S]; what is not finite stays what it is.
+
+    The same seed gives the same bits, and columns from `offset` on give the bits that they have in the whole
+    row, if `offset` is a multiple of 128.
+    """
+    rows, columns = source.shape
+    step = max(BLOCK, PIECE // rows // BLOCK * BLOCK)
+    for start in range(0, columns, step):
+        piece = source[:, start : start + step]
+        blocks = -(-piece.shape[1] // BLOCK)
+        noise = make_noise_bits(seed, offset + start, rows, blocks, BLOCK, source.device)
+        noise = noise.view(rows, -1)[:, : piece.shape[1]].to(torch.int32)
+        # bf16 is the upper half of fp32: a random lower half carries with the probability of rounding up
+        rounded = (piece.contiguous().view(torch.int32) + noise) & -0x10000
+        finite = piece.isfinite()
+        out[:, start : start + step].copy_(torch.where(finite, rounded.view(torch.float32), piece))
