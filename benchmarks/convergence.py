@@ -57,6 +57,8 @@ ROWS = {
     "four_bit": Config.four_bit(),
     "direct int4 weights": Config(weights="int4"),
 }
+ROWS_OF_MICRO_BATCHES = {"pending in bf16": Config(gradients_pending="bf16")}
+"""Which differ from others only if a step has several."""
 
 
 @dataclass
@@ -76,7 +78,9 @@ class Options:
     heads: int = 3
     sequence: int = 64
     batch: int = 4
-    """Sequences per rank and step."""
+    """Sequences per rank and micro-batch."""
+    micro_batches: int = 1
+    """Per step; all but the last are reduced inside the node only, where a row has two hops."""
     learning_rate: float = 3e-3
     folder: Path = Path("runs/convergence")
     """For results.json and results.md."""
@@ -113,7 +117,7 @@ def main() -> None:
 
 def choose_rows(options: Options) -> dict[str, Config]:
     """By name; the nodes are the same for all."""
-    known = dict(ROWS)
+    known = ROWS | (ROWS_OF_MICRO_BATCHES if options.micro_batches > 1 else {})
     if options.extra is not None:
         tables = tomllib.loads(options.extra.read_text())
         known |= {name: read_run({"zeropp": table}).zeropp for name, table in tables.items()}
@@ -144,7 +148,7 @@ def make_run(options: Options, text: Path, config: Config, seed: int) -> Run:
         seed=seed,
         model=model,
         data=DataConfig(source=str(text), validation_fraction=0.1),
-        batch=BatchConfig(sequence=options.sequence, size=options.batch, micro_batches=1),
+        batch=BatchConfig(sequence=options.sequence, size=options.batch, micro_batches=options.micro_batches),
         optimizer=OptimizerConfig(learning_rate=options.learning_rate),
         schedule=ScheduleConfig(warmup_steps=min(100, options.steps // 10)),
         zeropp=config,
@@ -206,7 +210,8 @@ def render(results: dict[str, Any], rows: list[str], seeds: tuple[int, ...]) -> 
     losses = {row: [run["validation_loss"] for s in seeds if (run := find(results, row, s))] for row in rows}
     settings = results["settings"]
     lines = [
-        f"{settings['steps']} steps, {settings['layers']} layers of width {settings['width']}, text: "
+        f"{settings['steps']} steps of {settings['micro_batches']} micro-batches, {settings['layers']} "
+        f"layers of width {settings['width']}, text: "
         f"{settings['text']} ({settings['text_bytes']:,} bytes), torch {torch.__version__}",
         "",
         "| | validation loss, mean | lowest to highest seed | vs plain FSDP2 | bytes across nodes |",

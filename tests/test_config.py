@@ -63,6 +63,8 @@ def test_it_is_frozen_and_documented() -> None:
         ({"weights": "delta-int4", "refresh_every": -1}, "Config.refresh_every is -1; expected a number of"),
         ({"seed": -1}, "Config.seed is -1; expected an integer from 0 to 2^64 - 1"),
         ({"seed": 3}, "Config.seed is 3 with rounding='nearest', which has no noise"),
+        ({"gradients_pending": "int8"}, "is 'int8'; expected one of 'fp32', 'bf16'"),
+        ({**PLAIN, "route": "flat", "gradients_pending": "bf16"}, "no gradients wait inside the node"),
         ({"node_size": 0}, "Config.node_size is 0; expected a positive number of ranks"),
         ({"node_size": "all"}, "Config.node_size is 'all'"),
         ({"node_size": True}, "Config.node_size is True"),

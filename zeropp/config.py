@@ -14,6 +14,7 @@ logger = logging.getLogger("zeropp")
 CodecName = Literal["none", "bf16", "int8", "int4"]
 WeightsName = Literal["none", "bf16", "int8", "int4", "delta-int4"]
 InNodeName = Literal["bf16", "int8"]
+PendingName = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
 Route = Literal["two-hop", "flat"]
 
@@ -22,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "delta_in_node": get_args(InNodeName),
     "gradients_in_node": get_args(CodecName),
     "gradients_across": get_args(CodecName),
+    "gradients_pending": get_args(PendingName),
     "rounding": get_args(Rounding),
     "route": get_args(Route),
 }
@@ -63,6 +65,12 @@ class Config:
     gradients_across: CodecName = "int4"
     """Codec of the gradients on the hop between nodes (qgZ, second hop). "none" sends the fp32 sums."""
 
+    gradients_pending: PendingName = "fp32"
+    """How gradients wait inside the node for cross-node sync (`ZeroPP.set_requires_cross_node_sync`). "fp32"
+    costs 4 bytes per parameter / ranks per node in memory on every rank; "bf16" half of that, and a rounding
+    in each micro-batch, at random, so that it is exact in the mean: see quant/random_bf16.py. Sums are in
+    fp32 either way. Needs route="two-hop"."""
+
     rotate: bool = False
     """Rotate gradients (a Hadamard transform of every 64 elements) before they are quantized, and turn them
     back after the last sum. It spreads outliers; see quant/rotation.py. Needs an integer codec of gradients,
@@ -77,7 +85,8 @@ class Config:
     Needs an integer codec of gradients_across, and route="two-hop"."""
 
     seed: int = 0
-    """Of stochastic rounding. Noise also depends on rank, unit, hop and step."""
+    """Of rounding at random (rounding="stochastic", gradients_pending="bf16"). Noise also depends on rank,
+    unit, hop and step."""
 
     route: Route = "two-hop"
     """"two-hop": one hop between ranks of equal position on all nodes, one inside the node. "flat": one hop
@@ -150,10 +159,15 @@ class Config:
                 f"Config.rotate is {self.rotate} and rounding is {self.rounding!r} with gradients sent as "
                 f"{codecs[0]!r} and {codecs[1]!r}; both are about integers: use 'int8' or 'int4'"
             )
-        if self.seed and self.rounding != "stochastic":
+        if self.seed and self.rounding != "stochastic" and self.gradients_pending != "bf16":
             raise ValueError(
                 f"Config.seed is {self.seed} with rounding={self.rounding!r}, which has no noise; use "
                 "rounding='stochastic', or seed=0"
+            )
+        if self.gradients_pending != "fp32" and self.route == "flat":
+            raise ValueError(
+                f"Config.gradients_pending is {self.gradients_pending!r} with route='flat', on which no "
+                "gradients wait inside the node; use route='two-hop', or gradients_pending='fp32'"
             )
         if self.rotate and self.block_size < MIN_ROTATED_BLOCK_SIZE:
             raise ValueError(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, reduce
 from inspect import signature
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -52,8 +52,14 @@ GROUP: Parts = {
     "_all_gather_comm": object,
     "_is_hsdp": bool,
     "_reduce_scatter_comm": object,
+    "_training_state": object,
+    "comm_ctx": object,
+    "device_handle": object,
+    "finalize_backward": MethodType,
     "fsdp_params": list,
     "mesh_info": object,
+    "post_backward": MethodType,
+    "reduce_grads": bool,
     "reduce_scatter_unused_params": bool,
 }
 SHARD_MESH: Parts = {"shard_process_group": ProcessGroup}
@@ -168,8 +174,24 @@ class Unit:
         dtypes = {p.mp_policy.reduce_dtype or READER.gradient_dtype(p) for p in trained}
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
-    def has_no_gradients(self) -> bool:
-        return all(p.grad is None for p in self.params)
+    def gathered(self) -> tuple[int, torch.dtype]:
+        """Elements that a rank sends in a gather, and their dtype: bytes, if there are several."""
+        lengths, dtypes = self.gather_lengths(), [_compute_dtype(p) for p in self._fsdp_params]
+        if len(set(dtypes)) == 1:
+            return sum(lengths), dtypes[0]
+        pairs = zip(lengths, dtypes, strict=True)
+        return sum(length * dtype.itemsize for length, dtype in pairs), torch.uint8
+
+    def reduced(self) -> int:
+        """Elements that a rank gets of a reduction of all parameters that can have a gradient."""
+        pairs = zip(self.gather_lengths(), self.params, strict=True)
+        return sum(length for length, p in pairs if p.requires_grad)
+
+    @property
+    def shard_bytes(self) -> int:
+        """A rank's part of the parameters, padding included."""
+        pairs = zip(self.gather_lengths(), self.params, strict=True)
+        return sum(length * p.dtype.itemsize for length, p in pairs)
 
     def why_left_alone(self) -> str | None:
         """Why FSDP2's own comms must stay, or None if they can be replaced."""
@@ -214,6 +236,27 @@ class Unit:
     def on_all_reduce(self, react: Callable[[Tensor], None]) -> None:
         """Call `react` with the shard of gradients whenever it has been reduced over all replicas of HSDP."""
         self.module.set_all_reduce_hook(react)
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """False while the loop has called `set_requires_gradient_sync(False)`."""
+        return bool(self._param_groups[0].reduce_grads)
+
+    def reduce_zeros(self) -> None:
+        """Between two backwards: what FSDP2 does at the end of one that leaves every gradient at zero. So it
+        is FSDP2 that scales and converts what comes out, adds it to `.grad`, and calls hooks on it."""
+        (group,) = self._param_groups
+        state, context, stream = group._training_state, group.comm_ctx, group.device_handle.current_stream()
+        with torch.no_grad():
+            group.post_backward()
+        group._training_state = state
+        events = [*context._last_post_reduce_events.values()]
+        for event in (*events, *(reduction.event for reduction in context.reduce_scatter_states)):
+            if event is not None:
+                stream.wait_event(event)
+        context._last_post_reduce_events.clear()
+        context.reduce_scatter_states.clear()
+        group.finalize_backward()
 
     def on_load(self, react: Callable[[], None]) -> list[RemovableHandle]:
         """Call `react` after a state-dict load into any module that owns a parameter of the unit."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +29,14 @@ from .comm import AllGather, Ledger, ReduceScatter, Scratch, raise_if_stale
 from .comm.ledger import render
 from .config import Config
 from .fsdp import Unit, find_units
+from .kept import Kept
 from .treatment import Treatment, choose_configs, treat
+from .zero_grad import listen
 
 logger = logging.getLogger("zeropp")
+
+NUMBERS = ("parameters", "kept bytes", "will keep", "pending")
+"""Columns of `ZeroPP.summary`."""
 
 
 class ZeroPP:
@@ -54,11 +60,16 @@ class ZeroPP:
         self._accumulates = False
 
     def summary(self) -> str:
-        """What every unit sends, and how, or why it was left alone; as text."""
+        """What every unit sends, and how, or why it was left alone; as text.
+
+        Bytes on this rank: "kept bytes" are what it keeps of the unit now, "will keep" what it keeps after a
+        step, and "pending" what comes on top in one that accumulates without cross-node sync. Scratch, which
+        all units share, is not in it: see `communication_bytes`.
+        """
         rows = [treatment.describe() for treatment in self.treatments]
         table = Table(title=f"zeropp on {len(rows)} units")
         for column in rows[0]:
-            table.add_column(column, justify="right" if column in ("parameters", "kept bytes") else "left")
+            table.add_column(column, justify="right" if column in NUMBERS else "left")
         for row in rows:
             table.add_row(*row.values())
         return render(table)
@@ -66,17 +77,12 @@ class ZeroPP:
     @property
     def communication_bytes(self) -> int:
         """Memory that zeropp keeps on this rank: node shards, pending gradients, kept errors and scratch."""
-        kept = self._scratch.nbytes + self.node_shard_bytes
-        for _, _, reduce_scatter in self._installed():
-            stores = (reduce_scatter.pending, reduce_scatter.feedback)
-            kept += sum(store.nbytes for store in stores if store is not None)
-        return kept
+        return self._scratch.nbytes + sum(treatment.keeps().total for treatment in self.treatments)
 
     @property
     def node_shard_bytes(self) -> int:
         """The part of `communication_bytes` that is node shards: what `Config.secondary` costs."""
-        kept = [all_gather.node_shard for _, all_gather, _ in self._installed()]
-        return sum(node_shard.nbytes for node_shard in kept if node_shard is not None)
+        return sum(treatment.keeps().node_shard for treatment in self.treatments)
 
     def invalidate(self) -> None:
         """Say that weights were changed by other means than an optimizer step or `load_state_dict`.
@@ -156,8 +162,9 @@ class ZeroPP:
                 model(batch).backward()
             optimizer.step()
 
-        `zero_grad()` drops pending gradients with the rest; with `set_to_none=False` it cannot, and
-        `drop_pending_gradients()` must be called beside it. From the first call on, a parameter that gets no
+        `zero_grad()` of the model or its optimizers drops pending gradients with the rest. A hook that takes
+        `.grad` in backward gets zeros while sync is off, and all of it in the end; between two backwards
+        `.grad` must stay: see [Note: Dropped or taken]. From the first call on, a parameter that gets no
         gradient at all has gradient zero instead of None (FSDP2's `set_reduce_scatter_unused_params`): all
         micro-batches must agree on what they send.
         """
@@ -167,10 +174,52 @@ class ZeroPP:
         for _, _, reduce_scatter in self._installed():
             reduce_scatter.sync_across = requires_sync
 
+    def flush(self) -> None:
+        """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:
+
+            zpp.set_requires_cross_node_sync(False)  # once and for all
+            for batch in some_micro_batches:
+                model(batch).backward()
+            zpp.flush()
+            optimizer.step()
+
+        `.grad` is then what it would be, bit for bit, after one more micro-batch with sync on whose gradients
+        are zero: scaled, converted, added and shown to hooks by FSDP2 itself. Costs that micro-batch's
+        communication, and the memory of one unit's gradients. Call it on every rank, after backward.
+        """
+        pending = [(t.unit, reduce) for t, _, reduce in self._installed() if reduce.pending is not None]
+        if off := [unit.name for unit, _ in pending if not unit.reduces_gradients]:
+            raise RuntimeError(
+                f"flush() while FSDP2 reduces no gradients of {', '.join(off)}; call "
+                "set_requires_gradient_sync(True) before the last backward"
+            )
+        for unit, reduce_scatter in reversed(pending):
+            with reduce_scatter.flushing():
+                unit.reduce_zeros()
+
+    def release(self) -> None:
+        """Give up node shards and scratch, without `remove()`: while the model sleeps, or is offloaded.
+
+        The next gather of each unit sends its weights across nodes and fills them again; with weights as
+        differences the reference is gone, too, so that is a full send. Kept errors of error feedback stay:
+        nothing could bring them back. Pending gradients are refused. The memory goes to torch's allocator;
+        `torch.accelerator.memory.empty_cache()` gives it to the device. Call it on every rank.
+        """
+        self._raise_if_pending()
+        for _, all_gather, _ in self._installed():
+            all_gather.release()
+        self._scratch.release()
+
     def drop_pending_gradients(self) -> None:
         """Forget gradients accumulated without cross-node sync. `zero_grad()` does it by itself."""
         for _, _, reduce_scatter in self._installed():
             reduce_scatter.pending = None
+
+    def gradients_zeroed(self, params: set[int]) -> None:
+        """zero_grad() ran for the parameters with these ids: what is pending for them goes, too."""
+        for treatment, _, reduce_scatter in self._installed():
+            if reduce_scatter.pending is not None and treatment.gradients.zeroed(params):
+                reduce_scatter.pending = None
 
     def remove(self) -> None:
         """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
@@ -185,7 +234,8 @@ class ZeroPP:
         if pending:
             raise RuntimeError(
                 f"gradients of {', '.join(pending)} are still pending without cross-node sync; run the last "
-                "micro-batch with set_requires_cross_node_sync(True), or call drop_pending_gradients()"
+                "micro-batch with set_requires_cross_node_sync(True), or call flush() or "
+                "drop_pending_gradients()"
             )
 
     def _remove_hooks(self) -> None:
@@ -213,6 +263,8 @@ class ZeroPP:
         return ((t, *t.comms) for t in self.treatments if t.comms is not None)
 
     def _prepare_to_accumulate(self) -> None:
+        listen(self)
+        self._warn_if_large(sum((t.will_keep() for t in self.treatments), Kept()))
         every_time = []
         for treatment in self.treatments:
             if treatment.comms is not None and treatment.comms[1].can_defer:
@@ -226,6 +278,17 @@ class ZeroPP:
                 ", ".join(every_time),
             )
 
+    def _warn_if_large(self, kept: Kept) -> None:
+        """Say so, before it is allocated."""
+        shards = sum(treatment.unit.shard_bytes for treatment in self.treatments)
+        if kept.total > shards and dist.get_rank() == 0:
+            logger.warning(
+                "zeropp: will keep more on every rank than its shards of the parameters, %s bytes: "
+                "%s. summary() has it by unit; Config(secondary=False) saves node shards, "
+                "gradients_pending='bf16' half of pending gradients, error_feedback=False kept errors",
+                *(f"{shards:,}", kept.describe()),
+            )
+
     def _before_step(self, optimizer_params: set[int]) -> None:
         installed = list(self._installed())
         stepping = [t.unit.name for t, _, _ in installed if t.unit.is_changed_by(optimizer_params)]
@@ -233,7 +296,8 @@ class ZeroPP:
         if wrong := [name for name in pending if name in stepping]:
             raise RuntimeError(
                 f"optimizer.step() while gradients of {', '.join(wrong)} are only summed inside their node: "
-                "call set_requires_cross_node_sync(True) before the backward of the last micro-batch"
+                "call set_requires_cross_node_sync(True) before the backward of the last micro-batch, or "
+                "flush() after it"
             )
         if stepping:  # of this model: frozen units are checked, too
             raise_if_stale([gather.node_shard for _, gather, _ in installed if gather.node_shard is not None])
@@ -283,6 +347,7 @@ def apply(
     zpp = ZeroPP(config, overrides, treatments, ledger, scratch)
     zpp._install()
     _log(zpp)
+    zpp._warn_if_large(sum((replace(t.will_keep(), pending=0) for t in treatments), Kept()))
     return zpp
 
 

@@ -16,9 +16,14 @@ class PeakMemory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier work left in the allocator is not counted
-        self._start_bytes = _status_bytes("VmRSS")
+        self._start_bytes = self.resident_bytes()
         self.restart()
+
+    @staticmethod
+    def resident_bytes() -> int:
+        """What this process holds in memory now (Linux), without what earlier work left in the allocator."""
+        ctypes.CDLL(None).malloc_trim(0)
+        return _status_bytes("VmRSS")
 
     def restart(self) -> None:
         """Forget the peak so far."""

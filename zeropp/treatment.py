@@ -11,8 +11,10 @@ import torch
 from .comm import AllGather, Ledger, ReduceScatter, Scratch, Wire
 from .config import Config
 from .fsdp import Unit
+from .kept import Kept
 from .quant import QUANTIZABLE_DTYPES
 from .topology import Topology
+from .zero_grad import GradientWatch
 
 
 @dataclass
@@ -27,6 +29,32 @@ class Treatment:
     """Why FSDP2's own comms stay in place, or None."""
     notes: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.gradients = GradientWatch(self.unit.name, lambda: self.unit.params)
+
+    def keeps(self) -> Kept:
+        """What is kept of the unit now."""
+        if self.comms is None:
+            return Kept()
+        node_shard, gradients = self.comms[0].node_shard, self.comms[1]
+        return Kept(
+            node_shard=0 if node_shard is None else node_shard.nbytes,
+            errors=0 if gradients.feedback is None else gradients.feedback.nbytes,
+            pending=0 if gradients.pending is None else gradients.pending.nbytes,
+        )
+
+    def will_keep(self) -> Kept:
+        """What is kept of it when all of it is in place, and gradients accumulate without cross-node sync."""
+        if self.comms is None:
+            return Kept()
+        weights, gradients = self.comms
+        reduced = self.unit.reduced()
+        return Kept(
+            node_shard=weights.node_shard_bytes(*self.unit.gathered()),
+            errors=gradients.error_bytes(reduced),
+            pending=gradients.pending_bytes(reduced),
+        )
+
     def describe(self) -> dict[str, str]:
         """What the unit sends, in words; the columns of `ZeroPP.summary`."""
         row = {"unit": self.unit.name, "parameters": f"{sum(p.numel() for p in self.unit.params):,}"}
@@ -36,14 +64,18 @@ class Treatment:
                 "nodes": "",
                 "weights": "FSDP2",
                 "kept bytes": "",
+                "will keep": "",
+                "pending": "",
                 "gradients": "FSDP2",
                 "notes": why,
             }
-        weights, gradients = self.comms
+        (weights, gradients), will_keep = self.comms, self.will_keep()
         return row | {
             "nodes": self.topology.describe(),
             "weights": " -> ".join(f"{weights.codec_name(hop)} {hop.name}" for hop in weights.hops),
-            "kept bytes": f"{weights.node_shard.nbytes:,}" if weights.node_shard else "-",
+            "kept bytes": f"{self.keeps().total:,}",
+            "will keep": f"{will_keep.node_shard + will_keep.errors:,}",
+            "pending": f"{will_keep.pending:,}",
             "gradients": " -> ".join(
                 f"{gradients.codec_names[hop.name]} {hop.name}" for hop in gradients.hops
             ),
@@ -76,7 +108,7 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
     wire = Wire(unit.name, topology, ledger, scratch)
     treatment.comms = (
         AllGather(wire, hops, config, unit.gather_lengths()),
-        ReduceScatter(wire, hops[::-1], config, unit.has_no_gradients, unit.reduce_lengths),
+        ReduceScatter(wire, hops[::-1], config, treatment.gradients, unit.reduce_lengths),
     )
     dtypes = unit.gather_dtypes()
     if config.weights != "none" and (len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES):

@@ -34,7 +34,7 @@ def make_reduce_scatter(config: zeropp.Config, parameters: Sequence[int] = ()) -
     topology = Topology.of(group, config.node_size)
     hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
     wire = Wire("unit", topology, Ledger(), Scratch())
-    return ReduceScatter(wire, hops[::-1], config, lambda: False, lambda: tuple(parameters))
+    return ReduceScatter(wire, hops[::-1], config, parameters=lambda: tuple(parameters))
 
 
 def gradients_of(rank: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -20,6 +20,7 @@ itself must come before the first chunk is decoded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -95,6 +96,19 @@ class AllGather:
         if self.differences is not None:
             self.differences.has_reference = False
 
+    def release(self) -> None:
+        """Give up the node shard, and with it the reference of differences."""
+        self.invalidate()
+        if self.node_shard is not None:
+            self.node_shard.release()
+
+    def node_shard_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """What the node shard takes once it is filled, from shards of `numel` elements."""
+        if self.node_shard is None:
+            return 0
+        codec, chunks = self._kept_codec(dtype), column_chunks(numel, self.config.block_size, self.parameters)
+        return sum(math.prod(self._encoded_shape(codec, columns)) for columns in chunks)
+
     def take_over(self, other: AllGather) -> None:
         """Go on with what `other` has kept, if it means the same under this Config."""
         if all(getattr(self.config, name) == getattr(other.config, name) for name in WEIGHTS_FIELDS):
@@ -168,12 +182,12 @@ class AllGather:
         """Gather one chunk: its columns of this rank's shard [S] -> those of out [W, S]."""
         unit, device, first = self.wire.unit, shard.device, self.hops[0]
         shard, out = shard[columns.at], out[:, columns.at]
+        shape = self._encoded_shape(codec, columns)
         codec = codec.with_block_starts(columns.block_starts)
-        row_bytes = codec.row_bytes(shard.numel())
         if self.node_shard is not None:
-            encoded = self.node_shard.buffer(chunk, first.size, row_bytes, device)  # [N, E]
+            encoded = self.node_shard.buffer(chunk, *shape, device)  # [N, E]
         else:
-            encoded = self._scratch(f"encoded.{chunk}", first.size, row_bytes, device)
+            encoded = self._scratch(f"encoded.{chunk}", *shape, device)
         if chunk in self._restored:
             encoded[self._member].copy_(self._restored[chunk])
             yield from self.wire.all_gather(first, group, encoded)
@@ -220,6 +234,11 @@ class AllGather:
         by_local[(hop.group or group).rank()].copy_(encoded)
         yield from self.wire.all_gather(hop, group, by_local)
         return gathered
+
+    def _encoded_shape(self, codec: Codec, columns: Columns) -> tuple[int, int]:
+        """[N, E]: of a chunk, as the first hop leaves it."""
+        numel = columns.at.stop - columns.at.start
+        return self.hops[0].size, codec.with_block_starts(columns.block_starts).row_bytes(numel)
 
     def _kept_codec(self, dtype: torch.dtype) -> Codec:
         """Of the node shard; without one, of the only hop."""

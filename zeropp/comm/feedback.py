@@ -19,10 +19,12 @@ them, `ZeroPP.load_state_dict` restores them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from ..quant import BlockCodec, BlockFormat
+from ..quant import BlockCodec, BlockFormat, Codec
 from .wire import empty_for_keeps
 
 AVERAGE = 0.5
@@ -57,9 +59,14 @@ class Feedback:
                 kept_codec.decode_sum(kept.unsqueeze(0), sums, 1 - AVERAGE, accumulate=True)
         torch.nan_to_num_(sums, 0.0, 0.0, 0.0)  # [Note: Reset]
         if kept is None:
-            rows, row_bytes = sums.shape[0], kept_codec.row_bytes(sums.shape[1])
-            kept = self.kept[chunk] = empty_for_keeps(rows * row_bytes, sums.device).view(rows, row_bytes)
+            shape = self.shape(sums.shape[0], sums.shape[1], codec)
+            kept = self.kept[chunk] = empty_for_keeps(math.prod(shape), sums.device).view(shape)
         kept_codec.encode(sums, kept)
+
+    def shape(self, rows: int, numel: int, codec: Codec) -> tuple[int, int]:
+        """[N, E]: of the kept errors of sums [N, S] that are sent by `codec`."""
+        assert isinstance(codec, BlockCodec)  # Config allows feedback with integers only
+        return rows, _codec_of_kept(codec).row_bytes(numel)
 
     def reset(self) -> None:
         self.kept.clear()

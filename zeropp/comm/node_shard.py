@@ -97,6 +97,13 @@ class NodeShard:
         """The next gather sends the weights again. The memory is kept for it."""
         self.fresh = False
 
+    def release(self) -> None:
+        """Give up the memory. The next gather sends the weights again, and allocates anew."""
+        self.invalidate()
+        if self._last_use is not None:
+            self._last_use.synchronize()  # a stream may still read what goes back to the allocator here
+        self._kept, self._fingerprint, self._last_use = {}, None, None
+
 
 def raise_if_stale(node_shards: Sequence[NodeShard]) -> None:
     """Raise if a check has failed since the last call. Reads from the device, once for all of them."""

@@ -10,10 +10,10 @@ Each value is encoded twice at most, whatever the number of ranks, and every sum
 with one rank a node, or on the flat route, there is one hop.
 
 [Note: Accumulation]
-With cross-node sync off, hop 2 is left out: the node slice adds up in fp32 (`pending`), and FSDP2 gets zeros
-to add to the sharded gradient. The next reduction with sync on sends the sum. `pending` is a part of `.grad`
-that has not arrived yet, and is dropped when `.grad` is (zero_grad sets it to None). All micro-batches must
-have one buffer layout; the adapter sees to it that parameters without a gradient are sent as zeros.
+With cross-node sync off, hop 2 is left out: the node slice adds up (`pending`), and FSDP2 gets zeros to add
+to the sharded gradient. The next reduction with sync on sends the sum. `pending` is a part of `.grad` that
+has not arrived yet: [Note: Dropped or taken] in zero_grad.py. All micro-batches must have one buffer layout;
+the adapter sees to it that parameters without a gradient are sent as zeros.
 
 [Note: Rotated space]
 If both hops rotate, the node slice stays rotated: the sum of rotated rows is the rotated sum. So a value is
@@ -23,10 +23,12 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 from zlib import crc32
 
 import torch
@@ -38,6 +40,7 @@ from torch.profiler import record_function
 from ..config import INTEGERS, CodecName, Config
 from ..labels import Label
 from ..quant import QUANTIZABLE_DTYPES, BlockCodec, Codec, make_codec
+from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
 from .chunks import Columns, column_chunks
@@ -56,6 +59,14 @@ FEEDBACK_FIELDS = (
     "node_size",
 )
 """Of Config: what decides on the meaning of kept errors."""
+
+
+class Gradients(Protocol):
+    """What became of the `.grad` that `pending` is a part of: told when it is, asked before it grows."""
+
+    def deferred(self) -> None: ...
+
+    def raise_if_gone(self) -> None: ...
 
 
 class Noise(TypedDict):
@@ -90,7 +101,7 @@ class ReduceScatter:
         wire: Wire,
         hops: tuple[Hop, ...],
         config: Config,
-        gradients_dropped: Callable[[], bool],
+        gradients: Gradients | None = None,
         parameters: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         self.wire = wire
@@ -109,15 +120,40 @@ class ReduceScatter:
         self.calls = 0
         """Reductions so far; numbers the noise of stochastic rounding."""
         self.sync_across = True
+        self._flushing = False
         self.pending: Tensor | None = None
-        """See [Note: Accumulation]. fp32 [N, S]."""
-        self._gradients_dropped = gradients_dropped
+        """See [Note: Accumulation]. [N, S], as Config.gradients_pending says."""
+        self._pending_dtype = torch.float32 if config.gradients_pending == "fp32" else torch.bfloat16
+        self._gradients = gradients
         self._row_order = wire.topology.row_order if len(hops) == 2 else None
 
     @property
     def can_defer(self) -> bool:
         """Whether cross-node sync can be put off: there is an across hop, and it comes last."""
         return self.hops[-1].name == "across"
+
+    @contextmanager
+    def flushing(self) -> Iterator[None]:
+        """Inside, a reduction of zeros sends what is pending, and is no call of the training loop's."""
+        before, self.sync_across, self._flushing = self.sync_across, True, True
+        try:
+            yield
+        finally:
+            self.sync_across, self._flushing = before, False
+
+    def pending_bytes(self, numel: int) -> int:
+        """What is pending of rows of `numel` elements, while gradients accumulate without cross-node sync."""
+        return self.hops[-1].size * numel * self._pending_dtype.itemsize if self.can_defer else 0
+
+    def error_bytes(self, numel: int) -> int:
+        """What kept errors take, after the first reduction of rows of `numel` elements."""
+        if self.feedback is None:
+            return 0
+        last, total = self.hops[-1], 0
+        for columns in column_chunks(numel, self.config.block_size, self.parameters()):
+            codec, size = self._codec(columns, last, torch.float32), columns.at.stop - columns.at.start
+            total += math.prod(self.feedback.shape(last.size, size, codec))
+        return total
 
     def take_over(self, other: ReduceScatter) -> None:
         """Go on counting where `other` is, and with the errors it keeps, if they mean the same here."""
@@ -147,7 +183,8 @@ class ReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         world_size, dtype = self.wire.topology.size, input_tensor.dtype
-        self.wire.count_baseline("reduce_scatter", output_tensor.numel())
+        if not self._flushing:
+            self.wire.count_baseline("reduce_scatter", output_tensor.numel())
         flat_as_it_is = self.hops[0].name == "flat" and self.codec_names["flat"] == "none"
         if flat_as_it_is or dtype not in QUANTIZABLE_DTYPES:
             return self._as_it_is(output_tensor, input_tensor, group, op, async_op)
@@ -180,6 +217,8 @@ class ReduceScatter:
         if pending is not None and not self.sync_across:
             output_tensor.zero_()
             self.pending = pending
+            if self._gradients is not None:
+                self._gradients.deferred()
         else:
             self.pending = None
         return None
@@ -187,16 +226,16 @@ class ReduceScatter:
     def _pending_for(self, rows: Tensor) -> Tensor | None:
         """The node slice [N, S] to add this micro-batch to, or None if there is nothing to put off.
 
-        `.grad` being None, and sync being on, are decided by the training loop, on all ranks alike.
+        What becomes of `.grad`, and whether sync is on, is decided by the training loop, on all ranks alike.
         """
         pending = self.pending
-        if pending is not None and self._gradients_dropped():
-            pending = None
+        if pending is not None and self._gradients is not None:
+            self._gradients.raise_if_gone()
         if not self.can_defer or (pending is None and self.sync_across):
             return None
         shape = (self.hops[-1].size, rows.shape[1])
         if pending is None:
-            return torch.zeros(shape, dtype=torch.float32, device=rows.device)
+            return torch.zeros(shape, dtype=self._pending_dtype, device=rows.device)
         if pending.shape != shape:
             raise RuntimeError(
                 f"unit '{self.wire.unit}' reduces {shape[1]} elements per rank in this micro-batch and "
@@ -218,8 +257,8 @@ class ReduceScatter:
     def _reduce_at_once(self, chunk: Chunk) -> Generator[None]:
         """The only hop: rows -> out."""
         (hop,) = self.hops
-        codec = self._codec(chunk, hop, chunk.rows.dtype)
-        encode = partial(codec.encode, chunk.rows, **self._noise(chunk, hop))
+        codec = self._codec(chunk.columns, hop, chunk.rows.dtype)
+        encode = partial(codec.encode, chunk.rows, **self._noise(chunk, hop.name))
         received = yield from self._exchange(chunk, hop, codec, len(chunk.rows), encode)
         self._decode_sum(codec, received, chunk.out, chunk.factor)
 
@@ -227,13 +266,13 @@ class ReduceScatter:
         """rows -> node slice -> out, where the node slice is decoded, summed and encoded in one pass."""
         last = self.hops[-1]
         arrived, first = yield from self._send_in_node(chunk)
-        codec = self._codec(chunk, last, torch.float32)
+        codec = self._codec(chunk.columns, last, torch.float32)
         arrived_codec, sent_codec = in_one_space(first, codec)
         assert isinstance(arrived_codec, BlockCodec)
         assert isinstance(sent_codec, BlockCodec)
 
         def recode(sent: Tensor) -> None:
-            numel, noise = chunk.rows.shape[1], self._noise(chunk, last)
+            numel, noise = chunk.rows.shape[1], self._noise(chunk, last.name)
             arrived_codec.recode(arrived, sent_codec, sent, numel, chunk.factor, **noise)
 
         received = yield from self._exchange(chunk, last, codec, last.size, recode, "recode")
@@ -242,15 +281,16 @@ class ReduceScatter:
     def _reduce_by_sums(self, chunk: Chunk) -> Generator[None]:
         """rows -> node slice [N, S] in fp32 -> out; or no further than the node slice, while sync is off."""
         *before, last = self.hops
-        codec = self._codec(chunk, last, torch.float32)
-        sums = chunk.pending
-        if sums is None:
+        codec = self._codec(chunk.columns, last, torch.float32)
+        pending, sums = chunk.pending, chunk.pending
+        if sums is None or sums.dtype != torch.float32:
             sums = self.wire.scratch.take(
                 f"reduce_scatter.sums.{chunk.number}",
                 *(last.size, chunk.rows.shape[1]),
                 dtype=torch.float32,
                 device=chunk.rows.device,
-            ).zero_()
+            )
+            sums.zero_() if pending is None else sums.copy_(pending)
         sent_codec: Codec = codec
         if before:
             arrived, first = yield from self._send_in_node(chunk)
@@ -259,10 +299,12 @@ class ReduceScatter:
         else:  # one rank a node: its own gradients are the node slice
             sums.add_(chunk.rows, alpha=chunk.factor)
         if not self.sync_across:
+            if pending is not None and pending is not sums:
+                round_at_random(sums, pending, **self._noise(chunk, "pending"))
             return
 
         def encode(sent: Tensor) -> None:
-            noise = self._noise(chunk, last)
+            noise = self._noise(chunk, last.name)
             if self.feedback is None:
                 sent_codec.encode(sums, sent, **noise)
                 return
@@ -277,8 +319,8 @@ class ReduceScatter:
     def _send_in_node(self, chunk: Chunk) -> Generator[None, None, tuple[Tensor, Codec]]:
         """The first of two hops: what arrived [n, N, E1], and its codec."""
         hop = self.hops[0]
-        codec = self._codec(chunk, hop, chunk.rows.dtype)
-        encode = partial(codec.encode, chunk.rows, order=self._row_order, **self._noise(chunk, hop))
+        codec = self._codec(chunk.columns, hop, chunk.rows.dtype)
+        encode = partial(codec.encode, chunk.rows, order=self._row_order, **self._noise(chunk, hop.name))
         arrived = yield from self._exchange(chunk, hop, codec, len(chunk.rows), encode)
         return arrived, codec
 
@@ -307,15 +349,15 @@ class ReduceScatter:
         with record_function(str(Label("reduce_scatter", "decode", self.wire.unit))):
             codec.decode_sum(received, out, factor, accumulate)
 
-    def _codec(self, chunk: Chunk, hop: Hop, dtype: torch.dtype) -> Codec:
+    def _codec(self, columns: Columns, hop: Hop, dtype: torch.dtype) -> Codec:
         stochastic = self.config.rounding == "stochastic"
         name = self.codec_names[hop.name]
         codec = make_codec(name, dtype, self.config.block_size, self.config.rotate, stochastic)
-        return codec.with_block_starts(chunk.columns.block_starts)
+        return codec.with_block_starts(columns.block_starts)
 
-    def _noise(self, chunk: Chunk, hop: Hop) -> Noise:
+    def _noise(self, chunk: Chunk, where: HopName | Literal["pending"]) -> Noise:
         """Seed and offset of stochastic rounding: never the same twice, the same when a run is repeated."""
-        who = f"{self.config.seed}/{self.wire.unit}/{hop.name}/{self.wire.topology.rank}"
+        who = f"{self.config.seed}/{self.wire.unit}/{where}/{self.wire.topology.rank}"
         return {"seed": crc32(who.encode()) << 32 | self.calls & 0xFFFFFFFF, "offset": chunk.columns.at.start}
 
     def _as_it_is(

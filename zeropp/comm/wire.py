@@ -41,6 +41,10 @@ class Scratch:
     def nbytes(self) -> int:
         return sum(buffer.numel() for buffer in self._buffers.values())
 
+    def release(self) -> None:
+        """Give up the memory. The next `take` allocates anew."""
+        self._buffers.clear()
+
 
 def empty_for_keeps(nbytes: int, device: torch.device) -> Tensor:
     """Bytes that outlive the call: never an inference tensor, which training could not write to later."""

@@ -217,7 +217,8 @@ def _plain(run: Run) -> dict[str, Any]:
 
 def _has_history(config: Config) -> bool:
     """Whether zeropp keeps what does not follow from the weights."""
-    return config.weights == "delta-int4" or config.error_feedback or config.rounding == "stochastic"
+    rounds_at_random = config.rounding == "stochastic" or config.gradients_pending == "bf16"
+    return config.weights == "delta-int4" or config.error_feedback or rounds_at_random
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,0 +1,36 @@
+"""What is kept of a unit on this rank between calls: now, and as soon as all of it is in place."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes, by what they are for.
+
+    >>> Kept(node_shard=1000, pending=4000) + Kept(errors=500)
+    Kept(node_shard=1000, errors=500, pending=4000)
+    >>> Kept(node_shard=1000, pending=4000).describe()
+    'node shard 1,000, pending gradients 4,000'
+    """
+
+    node_shard: int = 0
+    """`Config.secondary`"""
+    errors: int = 0
+    """`Config.error_feedback`"""
+    pending: int = 0
+    """While gradients accumulate without cross-node sync."""
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+    def __add__(self, other: Kept) -> Kept:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Kept(*(mine + theirs for mine, theirs in pairs))
+
+    def describe(self) -> str:
+        names = ("node shard", "kept errors", "pending gradients")
+        parts = [f"{name} {size:,}" for name, size in zip(names, astuple(self), strict=True) if size]
+        return ", ".join(parts) or "-"

@@ -1,0 +1,95 @@
+"""What became of `.grad` while gradients are pending: dropped by zero_grad(), taken by a hook, or gone.
+
+[Note: Dropped or taken]
+Gradients accumulated without cross-node sync are a part of `.grad` that has not arrived yet. If `.grad`
+becomes None, they must go with it, or must not, and nothing about None says which:
+
+    zero_grad() drops them            we are told: `listen`, below. They are dropped at once.
+    a hook takes `.grad` in backward  it took zeros; they stay. We see it: `.grad` is None when backward ends.
+    anybody sets `.grad` to None      between two backwards: an error at the next one. Whether it was dropped
+                                      or taken is for the loop to say, by `drop_pending_gradients()`.
+
+torch has hooks around step() and none around zero_grad(), so `Optimizer.zero_grad` and `Module.zero_grad` are
+wrapped, when the first model accumulates. An optimizer that overrides it without calling it falls under the
+third line. All of this is done by the training loop, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+
+class Listener(Protocol):
+    def gradients_zeroed(self, params: set[int]) -> None:
+        """zero_grad() ran for the parameters with these ids."""
+
+    def __hash__(self) -> int: ...
+
+
+_listeners: WeakSet[Listener] = WeakSet()
+
+
+def listen(listener: Listener) -> None:
+    """Call `listener.gradients_zeroed` after each zero_grad() in this process, for as long as it lives."""
+    _tell_of(Optimizer, lambda optimizer: (p for group in optimizer.param_groups for p in group["params"]))
+    _tell_of(nn.Module, nn.Module.parameters)
+    _listeners.add(listener)
+
+
+def _tell_of(owner: type, params_of: Callable[[Any], Iterable[Tensor]]) -> None:
+    original: Any = owner.zero_grad  # type: ignore[attr-defined]
+    if hasattr(original, "tells_zeropp"):
+        return
+
+    @wraps(original)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _listeners:
+            params = {id(p) for p in params_of(self)}
+            for listener in list(_listeners):
+                listener.gradients_zeroed(params)
+
+    zero_grad.tells_zeropp = True  # type: ignore[attr-defined]
+    owner.zero_grad = zero_grad  # type: ignore[attr-defined]
+
+
+class GradientWatch:
+    """Whether `.grad` of a unit's parameters is what the last backward left: [Note: Dropped or taken]."""
+
+    def __init__(self, unit: str, params: Callable[[], list[nn.Parameter]]) -> None:
+        self._unit, self._params = unit, params
+        self._left: set[int] = set()
+        """Parameters that had a gradient when the last backward ended."""
+        self._zeroed: set[int] = set()
+        """Those that zero_grad() ran for since."""
+
+    def deferred(self) -> None:
+        """In a backward: gradients of the unit are pending from now on."""
+        self._left, self._zeroed = set(), set()
+        Variable._execution_engine.queue_callback(self._at_end_of_backward)
+
+    def _at_end_of_backward(self) -> None:
+        self._left = {id(p) for p in self._params() if p.grad is not None}
+
+    def zeroed(self, params: set[int]) -> bool:
+        """Note that zero_grad() ran for `params`; whether it has for the whole unit."""
+        self._zeroed |= params
+        return all(id(p) in self._zeroed for p in self._params() if p.requires_grad)
+
+    def raise_if_gone(self) -> None:
+        """Before gradients are added to those that are pending."""
+        gone = any(id(p) in self._left and (p.grad is None or id(p) in self._zeroed) for p in self._params())
+        if gone:
+            raise RuntimeError(
+                f".grad of unit '{self._unit}' is gone, in part or whole, since the last micro-batch without "
+                "cross-node sync, and the rest of it is still pending inside the node: call "
+                "drop_pending_gradients() if all of it was dropped (zero_grad() for all parameters of the "
+                "unit does it by itself); if it was taken, take it after the last micro-batch, with sync on"
+            )
