@@ -110,8 +110,9 @@ def rotate_group(typing_context: Any, source: Any, out: Any, largest: Any, inver
             group.append(builder.fmul(lanes, _FLOATS(before[start : start + LANES])))
         for distance in DISTANCES:
             group = _stage(builder, group, distance)
+        poison = builder.fsub(group[0], group[0])
         for start, lanes in zip(range(0, GROUP, LANES), group, strict=True):
-            scaled = _scale_up(builder, lanes, args[2])
+            scaled = _scale_up(builder, lanes, args[2], poison)
             if inverse.literal_value:
                 scaled = builder.fmul(scaled, _FLOATS(signs[start : start + LANES]))
             _store_lanes(builder, scaled, builder.gep(args[1], [_I32(start)]), out.dtype)
@@ -179,13 +180,16 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(builder.module.declare_intrinsic(name, (), function_type), [a, b, c])
 
 
-def _scale_up(builder: Any, lanes: Any, largest: Any) -> Any:
-    """The factor after the stages, with finite numbers cut to +-largest."""
+def _scale_up(builder: Any, lanes: Any, largest: Any, poison: Any) -> Any:
+    """The factor after the stages, with finite numbers cut to +-largest.
+
+    `poison` is 0, or NaN in a group that is not finite. All sums of such a group are not finite: any of them
+    can tell.
+    """
     limit = builder.fdiv(largest, _FLOAT(AFTER))
     limits = builder.insert_element(_FLOATS(ir.Undefined), limit, _I32(0))
     limits = builder.shuffle_vector(limits, _FLOATS(ir.Undefined), _INTS([0] * LANES))
     negative_limits = builder.fsub(_FLOATS([0.0] * LANES), limits)
     cut = builder.select(builder.fcmp_ordered("<", lanes, limits), lanes, limits)
     cut = builder.select(builder.fcmp_ordered(">", cut, negative_limits), cut, negative_limits)
-    cut_or_nan = builder.fadd(cut, builder.fsub(lanes, lanes))
-    return builder.fmul(cut_or_nan, _FLOATS([AFTER] * LANES))
+    return _multiply_add(builder, cut, _FLOATS([AFTER] * LANES), poison)

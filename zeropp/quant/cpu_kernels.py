@@ -39,7 +39,7 @@ from .formats import SCALE_BYTES
 from .rotation import GROUP
 
 # Of both files; see [Note: Cache].
-INLINED_SHA256 = "ec200457cf97674a4198dbfa5759dc37e60228264f5ec63007cb8e1700215135"
+INLINED_SHA256 = "f1b046d92018d2888f907c4a076f0c341258d2d10b5690a571ca3bab0a2ee50d"
 
 _FP32_MAX = float32(np.finfo(np.float32).max)
 
