@@ -28,6 +28,7 @@ from zeropp.quant import BlockCodec, BlockFormat, CastCodec, Codec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # type: ignore[import-not-found, unused-ignore]
+from outliers import gradients_with_outliers  # type: ignore[import-not-found, unused-ignore]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def main(options: Options) -> None:
     sections = [
         one_encoding(options, recording),
         rotations(options, recording),
+        outliers(options),
         two_hops(recording),
         feedback(recording),
         alignment(recording),
@@ -146,6 +148,20 @@ def rotations(options: Options, recording: Recording) -> Section:
             rows.append([str(size), name, *(f"{error:.4f}" for error in errors)])
     rows.append(["64", "ours", *(f"{relative(roundtrip(ours, x), x):.4f}" for x in samples.values())])
     return Section("Other rotations: relative error of int4, block 128", ["group", "signs", *samples], rows)
+
+
+def outliers(options: Options) -> Section:
+    """What rotation does where blocks have outliers, and where they have none."""
+    formats = [BlockFormat(bits, 128, rotate) for bits in (8, 4) for rotate in (False, True)]
+    rows = []
+    for name, x in track(list(gradients_with_outliers(options.steps)), "Outliers"):
+        blocks = x[: len(x) // 128 * 128].view(-1, 128)
+        blocks = blocks[blocks.any(1)]
+        peaks = blocks.abs().amax(1) / blocks.square().mean(1).sqrt()
+        errors = (f"{relative(roundtrip(BlockCodec(fmt), x), x):.4f}" for fmt in formats)
+        rows.append([name, f"{peaks.median():.1f}", f"{peaks.quantile(0.99):.1f}", *errors])
+    columns = ["gradients", "max / rms of a block: median", "99%", *map(name_of, formats)]
+    return Section("Outliers: relative error", columns, rows)
 
 
 def hadamard(size: int) -> Tensor:
