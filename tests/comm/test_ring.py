@@ -104,7 +104,7 @@ def _interleaved() -> tuple[Tensor, Any, int]:
     assert group is not None
     topology = Topology(ranks=(0, 1, 2, 3), node_of=(0, 1, 0, 1), rank=dist.get_rank())
     wire = Wire("unit", topology, Ledger(), Scratch())
-    comm = ReduceScatter(wire, (topology.flat_hop(),), zeropp.Config.wire16(), lambda: False)
+    comm = ReduceScatter(wire, (topology.flat_hop(),), zeropp.Config.wire16())
     out = reduce_once(comm, gradients_of(dist.get_rank(), 4 * 10, torch.float32, 0), ReduceOp.AVG)
     return out, wire.ledger.total(), wire.ledger.baseline_total().across_bytes
 

@@ -119,8 +119,7 @@ class ReduceScatter:
         self.feedback = Feedback() if config.error_feedback and self.can_defer else None
         self.calls = 0
         """Reductions so far; numbers the noise of stochastic rounding."""
-        self.sync_across = True
-        self._flushing = False
+        self.sync_across, self._flushing = True, False
         self.pending: Tensor | None = None
         """See [Note: Accumulation]. [N, S], as Config.gradients_pending says."""
         self._pending_dtype = torch.float32 if config.gradients_pending == "fp32" else torch.bfloat16
@@ -149,11 +148,11 @@ class ReduceScatter:
         """What kept errors take, after the first reduction of rows of `numel` elements."""
         if self.feedback is None:
             return 0
-        last, total = self.hops[-1], 0
+        last, shapes = self.hops[-1], []
         for columns in column_chunks(numel, self.config.block_size, self.parameters()):
             codec, size = self._codec(columns, last, torch.float32), columns.at.stop - columns.at.start
-            total += math.prod(self.feedback.shape(last.size, size, codec))
-        return total
+            shapes.append(self.feedback.shape(last.size, size, codec))
+        return sum(map(math.prod, shapes))
 
     def take_over(self, other: ReduceScatter) -> None:
         """Go on counting where `other` is, and with the errors it keeps, if they mean the same here."""
