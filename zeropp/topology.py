@@ -26,12 +26,13 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from .groups import group_of, world
 
 HopName = Literal["in-node", "across", "flat"]
 
@@ -69,7 +70,7 @@ class Topology:
         """The layout of `group`. With "auto", a collective on the group, once per set of ranks."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if node_size == "auto":
-            cache = _layouts.setdefault(_world(), {})
+            cache = _layouts.setdefault(world(), {})
             if ranks not in cache:
                 cache[ranks] = _discover_nodes(group, ranks)
             labels = cache[ranks]
@@ -134,7 +135,7 @@ class Topology:
     def hops(self) -> tuple[Hop, ...]:
         """The hops of a gather, (across, in-node), or the only one that this layout has. Collective.
 
-        A reduction takes them in reverse. The groups are created once per layout and shared by all units.
+        A reduction takes them in reverse. The groups are made once and shared by all units: see groups.py.
         """
         if not self.is_even:
             raise ValueError(
@@ -146,50 +147,22 @@ class Topology:
             return (Hop("in-node", self.size, None),)
         if len(self.columns) == 1:
             return (Hop("across", self.size, None),)
-        cache = _hops.setdefault(_world(), {})
-        key = (self.ranks, self.node_of)
-        if key not in cache:
-            # Every rank makes its in-node group first: no rank waits in one kind for a rank in the other.
-            in_node = self._new_group(self.nodes, "zeropp_in_node")
-            across = self._new_group(self.columns, "zeropp_across")
-            cache[key] = (
-                Hop("across", len(self.nodes), across),
-                Hop("in-node", len(self.columns), in_node),
-            )
-        return cache[key]
+        # Every rank makes its in-node group first: no rank waits in one kind for a rank in the other.
+        in_node = group_of(self._members(self.nodes), "zeropp_in_node")
+        across = group_of(self._members(self.columns), "zeropp_across")
+        return Hop("across", len(self.nodes), across), Hop("in-node", len(self.columns), in_node)
 
     def flat_hop(self) -> Hop:
         return Hop("flat", self.size, None)
 
-    def _new_group(self, groups: Sequence[Sequence[int]], description: str) -> ProcessGroup:
+    def _members(self, groups: Sequence[Sequence[int]]) -> list[int]:
+        """Global ranks of the one of `groups` that this process is in."""
         (mine,) = (members for members in groups if self.rank in members)
-        # Only members take part: ranks outside a sub-group of a 2-D mesh know nothing of it.
-        group: ProcessGroup = dist.new_group(
-            [self.ranks[p] for p in mine],
-            timeout=_timeout_of(_world()),
-            use_local_synchronization=True,
-            group_desc=description,
-        )
-        return group
+        return [self.ranks[position] for position in mine]
 
 
 # Keyed on the default group, so that nothing outlives `destroy_process_group`.
 _layouts: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], tuple[str, ...]]] = WeakKeyDictionary()
-_hops: WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Hop, ...]]] = (
-    WeakKeyDictionary()
-)
-
-
-def _world() -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
-def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    """What the job gave init_process_group: a new group would get the backend's default, half an hour."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 def _discover_nodes(group: ProcessGroup, ranks: tuple[int, ...]) -> tuple[str, ...]:

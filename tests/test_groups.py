@@ -1,0 +1,111 @@
+"""Hop groups that only their members make, whatever groups each rank has made before."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import zeropp
+from tests.configs import CONFIGS
+from tests.ranks import Ranks
+from tests.training import Trainer, make_net
+from zeropp.topology import Topology
+
+
+def _hop_sums(group: dist.ProcessGroup | None = None) -> list[int]:
+    """What the hop groups of 2 ranks a node connect: sum the ranks over each."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    sums = []
+    for hop in Topology.of(group, 2).hops():
+        value = torch.tensor(10 ** dist.get_rank())
+        dist.all_reduce(value, group=hop.group)
+        sums.append(int(value.item()))
+    return sums
+
+
+ON_2X2 = [[101, 11], [1010, 11], [101, 1100], [1010, 1100]]
+
+
+def _make_groups_of_its_own() -> None:
+    """Another number of groups on every rank of a node."""
+    if dist.get_rank() in (0, 2):
+        dist.new_group([0, 2], use_local_synchronization=True)
+    if dist.get_rank() == 3:
+        dist.new_group([3], use_local_synchronization=True)
+        dist.new_group([3], use_local_synchronization=True)
+
+
+def _apply_with_other_groups() -> list[list[float]]:
+    _make_groups_of_its_own()
+    first, second = Trainer(CONFIGS["default"]), Trainer(CONFIGS["default"])
+    losses = [[trainer.step() for _ in range(2)] for trainer in (first, second)]
+    _make_groups_of_its_own()
+    zeropp.apply(first.net, CONFIGS["paper"])
+    first.step()
+    assert zeropp.apply(second.net, CONFIGS["default"]) is second.zpp
+    return losses
+
+
+def test_ranks_with_different_numbers_of_groups(ranks: Ranks) -> None:
+    """Two models, and a second apply after still more groups."""
+    for first, second in ranks.run(_apply_with_other_groups):
+        assert first == second
+
+
+def _sub_group() -> Any:
+    """Ranks 4 and 5 know nothing of it; nor do the members know what they are doing."""
+    if dist.get_rank() >= 4:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return None
+    group = dist.new_group([0, 1, 2, 3], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    _make_groups_of_its_own()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    zpp = zeropp.apply(make_net(mesh=mesh), zeropp.Config(node_size=2))
+    assert "2 nodes x 2 ranks" in zpp.summary()
+    return _hop_sums(group)
+
+
+def test_only_the_ranks_of_the_shard_group_take_part(ranks: Ranks) -> None:
+    assert ranks.run(_sub_group, world=6) == [*ON_2X2, None, None]
+
+
+def _again(folder: str, device_id: torch.device | None) -> list[list[int]]:
+    """Hop groups of one world, and of the next one in the same process."""
+    rank, size, sums = dist.get_rank(), dist.get_world_size(), []
+    for number in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/{number}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+            device_id=device_id,
+        )
+        sums.append(_hop_sums())
+        world = dist.group.WORLD
+        assert world is not None
+        assert world.bound_device_id == device_id
+    return sums
+
+
+def test_a_new_world_has_new_groups(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks.run(_again, str(tmp_path), None)
+    assert results == [[sums, sums] for sums in ON_2X2]
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="before torch 2.15 only NCCL splits the world for new groups"
+)
+def test_a_world_that_is_bound_to_a_device(ranks: Ranks, tmp_path: Path) -> None:
+    """Its new groups would be splits of the world, for which every rank must make the same group."""
+    results = ranks.run(_again, str(tmp_path), torch.device("cpu:0"))
+    assert results == [[sums, sums] for sums in ON_2X2]

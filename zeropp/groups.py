@@ -1,0 +1,83 @@
+"""New process groups for hops, that only their members make. The only file with private names of
+torch.distributed.
+
+[Note: Names of groups]
+Members of a new group find each other in the job's store, under the group's name. `new_group` counts: with
+use_local_synchronization, the only way to call it on members alone, the name has in it how many groups this
+rank has made (torch 2.13: `len(pg_names)`, 2.14 and 2.15: `group_count`; PyTorch issues 189073 and 190431).
+Ranks that have made different numbers of groups look under different names, and wait until the timeout. A
+sub-group of a 2-D mesh cannot ask the rest of the job to count along. So the name is ours: what the group is
+for, and who its members are. A group is made once and then shared, so no name is used twice.
+
+[Note: No split of the world]
+With `init_process_group(device_id=...)`, torch makes new NCCL groups by splitting the world's communicator,
+which waits for every rank of the job. We forget the device while a group is made: it connects through the
+store at its first use, as in jobs without `device_id`. (Read in the sources, and run with gloo on torch 2.15,
+which takes a device, too; never run with NCCL.)
+
+There is no public way to either. What is used of `_world` and `_new_process_group_helper` is the same in
+torch 2.13, 2.14 and 2.15.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import ProcessGroup
+
+# Keyed on the default group, so that nothing outlives `destroy_process_group`.
+_made: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
+
+
+def world() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
+    """The group of these global ranks for this purpose. Each of them, and nobody else, must call.
+
+    Made at the first call, with the backend and the timeout of the job."""
+    everyone, ranks = world(), sorted(ranks)
+    made = _made.setdefault(everyone, {})
+    name = f"{purpose}_{hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()}"
+    if name not in made:
+        backend, store = c10d._world.pg_map[everyone]
+        with _no_device(everyone):
+            made[name], _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(dist.get_rank()),
+                ranks,
+                backend,
+                store,
+                c10d.GroupName(name),
+                timeout=_timeout_of(everyone),
+                group_desc=purpose,
+            )
+        c10d._world.pg_group_ranks[made[name]] = {rank: place for place, rank in enumerate(ranks)}
+    return made[name]
+
+
+@contextmanager
+def _no_device(everyone: ProcessGroup) -> Iterator[None]:
+    """See [Note: No split of the world]."""
+    device = everyone.bound_device_id
+    everyone.bound_device_id = None
+    try:
+        yield
+    finally:
+        everyone.bound_device_id = device
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta:
+    """What the job gave init_process_group."""
+    backend = group._get_backend(group._device_types[0])
+    options = getattr(backend, "options", None)
+    return getattr(options, "_timeout", None) or c10d._get_default_timeout(dist.get_backend(group))
