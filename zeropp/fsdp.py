@@ -121,7 +121,8 @@ class Unit:
         self.module: Any = module
         """The first of them: an nn.Module and an FSDPModule."""
         self._param_groups = param_groups  # one, except with a mesh per parameter
-        self._sent_unused = bool(param_groups[0].reduce_scatter_unused_params)
+        self._sends_unused: bool | None = None
+        """What the user had set for unused gradients, while we have set it; see `send_unused_gradients`."""
 
     @property
     def name(self) -> str:
@@ -227,11 +228,19 @@ class Unit:
         """Give the unit back to FSDP2."""
         self.module.set_custom_all_gather(collectives.DefaultAllGather())
         self.module.set_custom_reduce_scatter(collectives.DefaultReduceScatter())
-        self.module.set_reduce_scatter_unused_params(self._sent_unused, recurse=False)
+        self.send_unused_as_set()
 
     def send_unused_gradients(self) -> None:
         """Reduce parameters without a gradient as zeros, so that every reduction has the same layout."""
+        if self._sends_unused is None:  # now, not earlier: what another apply() had set is undone by now
+            self._sends_unused = bool(self._param_groups[0].reduce_scatter_unused_params)
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def send_unused_as_set(self) -> None:
+        """Undo `send_unused_gradients`: parameters without a gradient are sent as the user had said."""
+        if self._sends_unused is not None:
+            self.module.set_reduce_scatter_unused_params(self._sends_unused, recurse=False)
+            self._sends_unused = None
 
     def on_all_reduce(self, react: Callable[[Tensor], None]) -> None:
         """Call `react` with the shard of gradients whenever it has been reduced over all replicas of HSDP."""

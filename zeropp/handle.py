@@ -118,6 +118,8 @@ class ZeroPP:
                 new.comms[1].sync_across = old.comms[1].sync_across
         self._remove_hooks()
         self.config, self.overrides, self.treatments = config, overrides, treatments
+        for treatment in treatments:
+            treatment.unit.send_unused_as_set()
         self._install()
         if self._accumulates:
             self._prepare_to_accumulate()
