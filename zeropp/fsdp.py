@@ -66,6 +66,7 @@ SHARD_MESH: Parts = {"shard_process_group": ProcessGroup}
 PARAM: Parts = {
     "_module_info.module": nn.Module,
     "_module_info.shared_modules": list,
+    "_sharded_local_tensor": Tensor,
     "mp_policy": MixedPrecisionPolicy,
     "padded_sharded_param_size": torch.Size,
     "sharded_param": nn.Parameter,
@@ -193,6 +194,11 @@ class Unit:
         """A rank's part of the parameters, padding included."""
         pairs = zip(self.gather_lengths(), self.params, strict=True)
         return sum(length * p.dtype.itemsize for length, p in pairs)
+
+    def gather_extensions(self) -> set[str]:
+        """Types of its tensor subclasses (float8, NF4) that say themselves what is gathered of them."""
+        shards = [p._sharded_local_tensor for p in self._fsdp_params]
+        return {type(shard).__name__ for shard in shards if hasattr(shard, "fsdp_pre_all_gather")}
 
     def why_left_alone(self) -> str | None:
         """Why FSDP2's own comms must stay, or None if they can be replaced."""

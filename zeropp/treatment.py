@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -106,13 +106,14 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
     treatment.topology = topology = Topology.of(unit.group, config.node_size)
     hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
     wire = Wire(unit.name, topology, ledger, scratch)
+    as_they_are = _why_weights_stay(unit)
+    plain_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
     treatment.comms = (
-        AllGather(wire, hops, config, unit.gather_lengths()),
+        AllGather(wire, hops, plain_weights if as_they_are else config, unit.gather_lengths()),
         ReduceScatter(wire, hops[::-1], config, treatment.gradients, unit.reduce_lengths),
     )
-    dtypes = unit.gather_dtypes()
-    if config.weights != "none" and (len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES):
-        treatment.notes.append(f"weights sent as they are: dtype {_names(dtypes)}")
+    if config.weights != "none" and as_they_are:
+        treatment.notes.append(f"weights sent as they are: {as_they_are}")
     reduced = unit.reduce_dtype()
     encoded = {config.gradients_in_node, config.gradients_across} != {"none"}
     if encoded and reduced is not None and reduced not in QUANTIZABLE_DTYPES:
@@ -128,6 +129,16 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
     if unit.is_frozen:
         treatment.notes.append("frozen")
     return treatment
+
+
+def _why_weights_stay(unit: Unit) -> str | None:
+    """Why the unit's weights cannot be encoded, or None. Raw bytes, or already encoded by their own type."""
+    if types := unit.gather_extensions():
+        return f"gathered through {' and '.join(sorted(types))}"
+    dtypes = unit.gather_dtypes()
+    if len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES:
+        return f"dtype {_names(dtypes)}"
+    return None
 
 
 def _names(dtypes: set[torch.dtype]) -> str:
