@@ -42,7 +42,9 @@ class GathersHalves(Tensor):
         self.data_ = data
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.data_, (args, kwargs or {}))
         out = func(*args, **kwargs)
         return tree_map_only(Tensor, cls, out) if func in STAYS_WRAPPED else out
@@ -68,12 +70,11 @@ class GathersBytes(GathersHalves):
 
 def make_net(subclass: type[GathersHalves]) -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
-    for number, linear in enumerate(net):
-        if number == 0:
-            linear.weight = nn.Parameter(subclass(linear.weight.detach()))
+    linears = [nn.Linear(64, 64, bias=False) for _ in range(2)]
+    linears[0].weight = nn.Parameter(subclass(linears[0].weight.detach()))
+    for linear in linears:
         fully_shard(linear)
-    return net
+    return nn.Sequential(*linears)
 
 
 def _outputs(subclass: type[GathersHalves], name: str) -> Any:
