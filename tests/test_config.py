@@ -76,6 +76,15 @@ def test_bad_values_are_named(changes: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
+@given(st.integers(-2, 40) | st.sampled_from([True, 2.0, "2", None]))
+def test_chunks_are_a_number_in_range(chunks: Any) -> None:
+    if type(chunks) is int and 1 <= chunks <= 16:
+        assert Config(chunks=chunks).chunks == chunks
+    else:
+        with pytest.raises(ValueError, match="expected a number from 1 to 16"):
+            Config(chunks=chunks)
+
+
 @given(st.integers(-10, 10_000) | st.sampled_from([128.0, "128", None, True]))
 def test_block_size_is_a_power_of_two_in_range(block_size: Any) -> None:
     if type(block_size) is int and block_size in (32, 64, 128, 256, 512, 1024, 2048, 4096):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import Trainer, make_net
+from zeropp import groups
 from zeropp.topology import Topology
 
 
@@ -109,3 +111,40 @@ def test_a_world_that_is_bound_to_a_device(ranks: Ranks, tmp_path: Path) -> None
     """Its new groups would be splits of the world, for which every rank must make the same group."""
     results = ranks.run(_again, str(tmp_path), torch.device("cpu:0"))
     assert results == [[sums, sums] for sums in ON_2X2]
+
+
+def _own_groups_for_gradients() -> Any:
+    """Of a unit: whether gathers and reductions share their groups, as FSDP2 is told and told otherwise."""
+    shared, losses = [], []
+    for separate in (False, True):
+        trainer = Trainer(None)
+        trainer.zpp = zpp = zeropp.apply(trainer.net, CONFIGS["default"])
+        if separate:
+            cast(FSDPModule, trainer.net).set_separate_reduce_scatter_group()
+            trainer.zpp = zeropp.apply(trainer.net, CONFIGS["default"])
+            assert trainer.zpp is not zpp
+            assert zeropp.apply(trainer.net, CONFIGS["default"]) is trainer.zpp
+        comms = trainer.zpp.treatments[0].comms
+        assert comms is not None
+        weights, gradients = comms
+        shared.append([hop.group for hop in weights.hops] == [hop.group for hop in gradients.hops[::-1]])
+        losses.append([trainer.step() for _ in range(2)])
+    return shared, losses[0] == losses[1], trainer.zpp.summary().count("groups of their own")
+
+
+def test_gradients_have_groups_of_their_own_if_fsdp2_was_asked_for_it(ranks: Ranks) -> None:
+    assert ranks.run(_own_groups_for_gradients) == [([True, False], True, 3)] * 4
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+def test_nccl_groups_have_high_priority() -> None:
+    """As far as it goes without a GPU: the options are accepted, and say what they should."""
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        options = groups._options(world, timedelta(seconds=77))
+        assert (options.is_high_priority_stream, options._timeout) == (True, timedelta(seconds=77))
+    finally:
+        dist.destroy_process_group()

@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 INTEGERS = ("int8", "int4")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 4096
 MIN_ROTATED_BLOCK_SIZE = 64
+MAX_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Config:
     """Elements that share one bf16 scale in "int8" and "int4": a power of two from 32 to 4096. Smaller is
     more exact and sends more scales: 16 / block_size bits per element."""
 
+    chunks: int = 2
+    """Pieces that a large collective is cut into (1 to 16), so that one is encoded while another is on the
+    wire. Pieces have at least 64 Ki elements a rank. Changes no value. More cost messages and Python: on
+    gloo, four took longer than two on every link that was measured, one about as long."""
+
     node_size: int | Literal["auto"] = "auto"
     """Ranks per node, in order of global rank: rank r is on node r // node_size. "auto" takes
     LOCAL_WORLD_SIZE (torchrun sets it), or else groups ranks by host name."""
@@ -117,6 +123,8 @@ class Config:
                 f"Config.block_size is {self.block_size!r}; expected a power of two from {MIN_BLOCK_SIZE} "
                 f"to {MAX_BLOCK_SIZE}"
             )
+        if not _is_int(self.chunks) or not 1 <= self.chunks <= MAX_CHUNKS:
+            raise ValueError(f"Config.chunks is {self.chunks!r}; expected a number from 1 to {MAX_CHUNKS}")
         if self.node_size != "auto" and not (_is_int(self.node_size) and self.node_size >= 1):
             raise ValueError(
                 f"Config.node_size is {self.node_size!r}; expected a positive number of ranks, or 'auto'"

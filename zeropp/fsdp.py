@@ -62,7 +62,10 @@ GROUP: Parts = {
     "reduce_grads": bool,
     "reduce_scatter_unused_params": bool,
 }
-SHARD_MESH: Parts = {"shard_process_group": ProcessGroup}
+SHARD_MESH: Parts = {
+    "reduce_scatter_process_group": (ProcessGroup, type(None)),
+    "shard_process_group": ProcessGroup,
+}
 PARAM: Parts = {
     "_module_info.module": nn.Module,
     "_module_info.shared_modules": list,
@@ -134,6 +137,12 @@ class Unit:
         """The ranks that the unit is sharded over; None if it is only replicated."""
         mesh = self._param_groups[0].mesh_info
         return mesh.shard_process_group if isinstance(mesh, common.FSDPMeshInfo) else None
+
+    @property
+    def reduces_in_own_group(self) -> bool:
+        """Whether `set_separate_reduce_scatter_group` asked for communicators of their own for gradients."""
+        mesh = self._param_groups[0].mesh_info
+        return isinstance(mesh, common.FSDPMeshInfo) and mesh.reduce_scatter_process_group is not None
 
     @property
     def params(self) -> list[nn.Parameter]:

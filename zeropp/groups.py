@@ -15,8 +15,14 @@ which waits for every rank of the job. We forget the device while a group is mad
 store at its first use, as in jobs without `device_id`. (Read in the sources, and run with gloo on torch 2.15,
 which takes a device, too; never run with NCCL.)
 
-There is no public way to either. What is used of `_world` and `_new_process_group_helper` is the same in
-torch 2.13, 2.14 and 2.15.
+[Note: Priority]
+FSDP2's own collectives run on its high-priority streams: NCCL works on the current stream if a call is not
+asynchronous. Ours are, so that one chunk is encoded while another is sent, and NCCL then works on a stream of
+the group's own, which has high priority only if asked for. (Never run.) A layout with a single hop sends it
+through FSDP2's group, with the priority that this has.
+
+There is no public way to give a name, or not to split. What is used of `_world` and
+`_new_process_group_helper` is the same in torch 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -50,6 +57,7 @@ def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
     name = f"{purpose}_{hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()}"
     if name not in made:
         backend, store = c10d._world.pg_map[everyone]
+        timeout = _timeout_of(everyone)
         with _no_device(everyone):
             made[name], _ = c10d._new_process_group_helper(
                 len(ranks),
@@ -58,7 +66,8 @@ def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
                 backend,
                 store,
                 c10d.GroupName(name),
-                timeout=_timeout_of(everyone),
+                backend_options=_options(everyone, timeout),
+                timeout=timeout,
                 group_desc=purpose,
             )
         c10d._world.pg_group_ranks[made[name]] = {rank: place for place, rank in enumerate(ranks)}
@@ -74,6 +83,15 @@ def _no_device(everyone: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         everyone.bound_device_id = device
+
+
+def _options(everyone: ProcessGroup, timeout: timedelta) -> Any:
+    """High priority where the job communicates with NCCL; see [Note: Priority]."""
+    if "nccl" not in dist.get_backend_config(everyone):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:

@@ -132,10 +132,11 @@ class Topology:
             f"node {number}: ranks {[self.ranks[p] for p in node]}" for number, node in enumerate(self.nodes)
         )
 
-    def hops(self) -> tuple[Hop, ...]:
+    def hops(self, direction: str = "") -> tuple[Hop, ...]:
         """The hops of a gather, (across, in-node), or the only one that this layout has. Collective.
 
         A reduction takes them in reverse. The groups are made once and shared by all units: see groups.py.
+        Each `direction` has its own, so that gathers and reductions do not wait for each other's turn.
         """
         if not self.is_even:
             raise ValueError(
@@ -148,8 +149,8 @@ class Topology:
         if len(self.columns) == 1:
             return (Hop("across", self.size, None),)
         # Every rank makes its in-node group first: no rank waits in one kind for a rank in the other.
-        in_node = group_of(self._members(self.nodes), "zeropp_in_node")
-        across = group_of(self._members(self.columns), "zeropp_across")
+        in_node = group_of(self._members(self.nodes), f"zeropp_in_node{direction}")
+        across = group_of(self._members(self.columns), f"zeropp_across{direction}")
         return Hop("across", len(self.nodes), across), Hop("in-node", len(self.columns), in_node)
 
     def flat_hop(self) -> Hop:

@@ -27,6 +27,8 @@ class Treatment:
     comms: tuple[AllGather, ReduceScatter] | None = None
     left_alone: str | None = None
     """Why FSDP2's own comms stay in place, or None."""
+    separates_reductions: bool = False
+    """Whether gradients have hop groups of their own."""
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,14 +105,19 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
     treatment = Treatment(unit, config, left_alone=unit.why_left_alone())
     if treatment.left_alone or unit.group is None:
         return treatment
+    treatment.separates_reductions = unit.reduces_in_own_group
     treatment.topology = topology = Topology.of(unit.group, config.node_size)
-    hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
+    hops = back = (topology.flat_hop(),)
+    if config.route == "two-hop":
+        hops = back = topology.hops()
+        if treatment.separates_reductions:
+            back = topology.hops("_reduce")
     wire = Wire(unit.name, topology, ledger, scratch)
     as_they_are = _why_weights_stay(unit)
     plain_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
     treatment.comms = (
         AllGather(wire, hops, plain_weights if as_they_are else config, unit.gather_lengths()),
-        ReduceScatter(wire, hops[::-1], config, treatment.gradients, unit.reduce_lengths),
+        ReduceScatter(wire, back[::-1], config, treatment.gradients, unit.reduce_lengths),
     )
     if config.weights != "none" and as_they_are:
         treatment.notes.append(f"weights sent as they are: {as_they_are}")
@@ -126,6 +133,8 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
         treatment.notes.append("one node: no node shard to keep")
     if config.error_feedback and topology.is_one_node:
         treatment.notes.append("one node: no hop between nodes for error feedback")
+    if treatment.separates_reductions:
+        treatment.notes.append("gradients in process groups of their own")
     if unit.is_frozen:
         treatment.notes.append("frozen")
     return treatment

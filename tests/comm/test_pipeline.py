@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,24 +30,19 @@ def test_newer_chunks_advance_before_older_ones_wait() -> None:
     assert log == ["0a", "1a", "0b", "2a", "1b", "0c", "2b", "1c", "2c"]
 
 
-def _collectives(config: zeropp.Config, max_chunks: int, parameters: tuple[int, ...]) -> tuple[Any, ...]:
+def _collectives(config: zeropp.Config, parameters: tuple[int, ...]) -> tuple[Any, ...]:
     numel = sum(parameters)
-    before = chunks.MAX_CHUNKS
-    chunks.MAX_CHUNKS = max_chunks
-    try:
-        comm = make_all_gather(config, parameters)
-        shard = shard_of(dist.get_rank(), numel, torch.bfloat16)
-        weights = [gather(comm, shard), gather(comm, shard)]
-        reducer = make_reduce_scatter(config, parameters)
-        results: list[Tensor] = []
-        for step in range(3):
-            reducer.sync_across = step != 0
-            gradients = gradients_of(dist.get_rank(), dist.get_world_size() * numel, torch.bfloat16, step)
-            results.append(reduce_once(reducer, gradients, ReduceOp.AVG))
-        calls = {(k.collective, k.hop): t.calls for k, t in comm.wire.ledger.rows()}
-        calls |= {(k.collective, k.hop): t.calls for k, t in reducer.wire.ledger.rows()}
-    finally:
-        chunks.MAX_CHUNKS = before
+    comm = make_all_gather(config, parameters)
+    shard = shard_of(dist.get_rank(), numel, torch.bfloat16)
+    weights = [gather(comm, shard), gather(comm, shard)]
+    reducer = make_reduce_scatter(config, parameters)
+    results: list[Tensor] = []
+    for step in range(3):
+        reducer.sync_across = step != 0
+        gradients = gradients_of(dist.get_rank(), dist.get_world_size() * numel, torch.bfloat16, step)
+        results.append(reduce_once(reducer, gradients, ReduceOp.AVG))
+    calls = {(k.collective, k.hop): t.calls for k, t in comm.wire.ledger.rows()}
+    calls |= {(k.collective, k.hop): t.calls for k, t in reducer.wire.ledger.rows()}
     return weights, results, calls
 
 
@@ -58,7 +54,8 @@ def test_cutting_into_chunks_changes_no_bit(ranks: Ranks, layout: tuple[int, int
     parameters = (33, chunks.MIN_CHUNK_ELEMENTS + 777, 100, 2 * chunks.MIN_CHUNK_ELEMENTS + 5)
     assert chunks.block_starts(parameters, config.block_size)
     whole, cut = (
-        ranks.run(_collectives, config, count, parameters, world=nodes * per_node) for count in (1, 3)
+        ranks.run(_collectives, replace(config, chunks=count), parameters, world=nodes * per_node)
+        for count in (1, 3)
     )
     for (weights, results, calls), (cut_weights, cut_results, cut_calls) in zip(whole, cut, strict=True):
         assert all(

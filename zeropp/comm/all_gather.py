@@ -48,6 +48,7 @@ WEIGHTS_FIELDS = (
     "delta_in_node",
     "refresh_every",
     "block_size",
+    "chunks",
     "route",
     "node_size",
 )
@@ -157,7 +158,9 @@ class AllGather:
                 kept.check(input_tensor)
             # Taken now: see [Note: Own slot]
             source = fingerprint(input_tensor) if kept is not None and not reuse else None
-            chunks = column_chunks(input_tensor.numel(), self.config.block_size, self.parameters)
+            chunks = column_chunks(
+                input_tensor.numel(), self.config.block_size, self.parameters, self.config.chunks
+            )
             run_pipelined(
                 self._gather(number, columns, input_tensor, out, codec, reuse, group)
                 for number, columns in enumerate(chunks)

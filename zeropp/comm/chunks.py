@@ -20,9 +20,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-# Each chunk costs messages and Python, and keeps more of the hops apart. Two hide most of what can be hidden:
-# four took longer on every link that was measured, one about as long.
-MAX_CHUNKS = 2
 MIN_CHUNK_ELEMENTS = 1 << 16  # of a row; below that, latency and Python cost more than overlap gains
 # Blocks that a parameter must fill to get its own. Each end costs half a block on average: below 1%.
 LONG_PARAMETER_BLOCKS = 64
@@ -37,8 +34,11 @@ class Columns:
     """Where in the chunk a new block starts although the one before is not full."""
 
 
-def column_chunks(numel: int, block_size: int, parameters: tuple[int, ...] = ()) -> list[Columns]:
-    """Chunks of a row of `numel` elements, of whole blocks, given the elements of each parameter in it.
+def column_chunks(
+    numel: int, block_size: int, parameters: tuple[int, ...] = (), most: int = 2
+) -> list[Columns]:
+    """`most` chunks, or fewer, of a row of `numel` elements, of whole blocks, given the elements of each
+    parameter in it.
 
     If those are not `numel` together, as in a reduction of only some of them, no block is aligned.
 
@@ -51,7 +51,7 @@ def column_chunks(numel: int, block_size: int, parameters: tuple[int, ...] = ())
     Columns(at=slice(100033, 200001, None), block_starts=())
     """
     starts = block_starts(parameters, block_size) if sum(parameters) == numel else ()
-    count = max(1, min(MAX_CHUNKS, numel // MIN_CHUNK_ELEMENTS))
+    count = max(1, min(most, numel // MIN_CHUNK_ELEMENTS))
     edges = [0]
     for number in range(1, count):
         wanted = numel * number // count

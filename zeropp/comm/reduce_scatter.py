@@ -55,6 +55,7 @@ FEEDBACK_FIELDS = (
     "gradients_across",
     "rotate",
     "block_size",
+    "chunks",
     "route",
     "node_size",
 )
@@ -208,7 +209,7 @@ class ReduceScatter:
                 group,
             )
             for number, columns in enumerate(
-                column_chunks(rows.shape[1], self.config.block_size, self.parameters())
+                column_chunks(rows.shape[1], self.config.block_size, self.parameters(), self.config.chunks)
             )
         )
         run_pipelined(self._reduce(chunk) for chunk in chunks)
