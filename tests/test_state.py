@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils._pytree import tree_leaves
 
 import zeropp
 from tests.configs import CONFIGS
@@ -182,3 +185,73 @@ def test_a_bad_change_is_refused_and_changes_nothing(ranks: Ranks) -> None:
     for wrong_type, pending in ranks.run(_refused):
         assert wrong_type == "config is 'int8'; expected a zeropp.Config"
         assert "still pending without cross-node sync" in pending
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+def _copies() -> tuple[int, bool, bool]:
+    """Whether what state_dict handed out, or load_state_dict took, changes with the next step."""
+    trainer = Trainer(CONFIGS["four_bit"])
+    zpp = trainer.zpp
+    assert zpp is not None
+    trainer.step()
+    state = zpp.state_dict()
+    before = [tensor.clone() for tensor in _tensors(state)]
+    trainer.step()
+    kept = all(torch.equal(a, b) for a, b in zip(before, _tensors(state), strict=True))
+    zpp.load_state_dict(state)
+    again = zpp.state_dict()
+    trainer.step()
+    untouched = all(torch.equal(a, b) for a, b in zip(before, _tensors(state), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, _tensors(again), strict=True))
+    return len(before), kept, untouched and same
+
+
+def test_a_state_is_a_copy(ranks: Ranks) -> None:
+    for count, kept, untouched in ranks.run(_copies):
+        assert count >= 3 * 3  # of each unit: a row of the reference, its fingerprint, kept errors
+        assert kept
+        assert untouched
+
+
+def _misfits() -> tuple[list[str], str]:
+    """States that do not fit: what is logged, and what is raised."""
+    log = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("zeropp").addHandler(log)
+    trainer = Trainer(CONFIGS["four_bit"])
+    zpp = trainer.zpp
+    assert zpp is not None
+    trainer.step()
+    state = zpp.state_dict()
+    zpp.set_config(CONFIGS["default"])
+    zpp.load_state_dict(state)
+    zpp.set_config(CONFIGS["four_bit"])
+    zpp.load_state_dict(state)
+    for unit in state["units"].values():
+        errors = unit["gradients"]["feedback"]
+        unit["gradients"]["feedback"] = {chunk: kept[:, :-1].clone() for chunk, kept in errors.items()}
+    zpp.load_state_dict(state)
+    trainer.step()
+    trainer.step()
+    for unit in state["units"].values():
+        kept = unit["weights"]["node_shard"]
+        kept["rows"] = [row[:-2].clone() for row in kept["rows"]]
+    zpp.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="to go on without it") as error:
+        trainer.step()
+    logging.getLogger("zeropp").removeHandler(log)
+    return [record.getMessage() for record in log.buffer], str(error.value)
+
+
+def test_a_state_that_does_not_fit_is_not_dropped_without_a_word(ranks: Ranks) -> None:
+    for messages, error in ranks.run(_misfits):
+        text = "\n".join(messages)
+        for words in (
+            "the saved reference of differences is not used",
+            "saved errors are not used",
+            "do not fit",
+        ):
+            assert text.count(words) == 3, words  # once for each unit
+        assert "has a reference of" in error

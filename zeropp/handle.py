@@ -132,7 +132,8 @@ class ZeroPP:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save for a run that goes on bit for bit: references of weight differences, kept
-        errors, and the count of reductions that stochastic rounding depends on. Only tensors and numbers.
+        errors, and the count of reductions that stochastic rounding depends on. Only tensors and numbers, and
+        copies: they do not change with the next step.
 
         Every rank saves its own, beside the model and the optimizer; `torch.load` with `weights_only=True`
         reads it.
@@ -145,8 +146,8 @@ class ZeroPP:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` of this rank returned. Call it after loading the model: loading
-        weights forgets all that is kept. A run on other ranks goes on without it: the weights are sent anew,
-        and kept errors start at zero."""
+        weights forgets all that is kept. Its tensors may be on any device. A run on other ranks goes on
+        without it: the weights are sent anew, and kept errors start at zero."""
         installed = {t.unit.name: (gather, reduce) for t, gather, reduce in self._installed()}
         mine = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         theirs = {name: state.get(name) for name in mine}

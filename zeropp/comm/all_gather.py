@@ -20,6 +20,7 @@ itself must come before the first chunk is decoded.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,8 @@ from .differences import Differences
 from .node_shard import NodeShard, fingerprint
 from .pipeline import run_pipelined
 from .wire import Wire
+
+logger = logging.getLogger("zeropp")
 
 WEIGHTS_FIELDS = (
     "weights",
@@ -122,12 +125,17 @@ class AllGather:
             return {}
         kept = self.node_shard.state_dict(row=self._member)
         if self._restored:  # and not in place yet
-            kept["rows"] = [row for _, row in sorted(self._restored.items())]
+            kept["rows"] = [row.clone() for _, row in sorted(self._restored.items())]
         return {"node_shard": kept, "differences": self.differences.sent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. The next gather first gives the own row of the reference to the other nodes."""
         self.invalidate()
+        if state and self.differences is None:
+            logger.warning(
+                "zeropp: unit %s: the saved reference of differences is not used: this Config sends none",
+                self.wire.unit,
+            )
         if state and self.differences is not None and self.node_shard is not None:
             self._restored = self.node_shard.load_state_dict(state["node_shard"])
             self.differences.sent, self.differences.has_reference = int(state["differences"]), True
@@ -161,6 +169,8 @@ class AllGather:
             chunks = column_chunks(
                 input_tensor.numel(), self.config.block_size, self.parameters, self.config.chunks
             )
+            if self._restored:
+                self._raise_unless_restored_fits(chunks, codec)
             run_pipelined(
                 self._gather(number, columns, input_tensor, out, codec, reuse, group)
                 for number, columns in enumerate(chunks)
@@ -209,6 +219,17 @@ class AllGather:
             gathered = encoded
         with record_function(str(Label("all_gather", "decode", unit))):
             codec.decode(gathered, out, self._row_order)
+
+    def _raise_unless_restored_fits(self, chunks: list[Columns], codec: Codec) -> None:
+        """Before the first message, and on every rank alike: all have rows of the same length."""
+        needed = [codec.with_block_starts(c.block_starts).row_bytes(c.at.stop - c.at.start) for c in chunks]
+        saved = [row.numel() for _, row in sorted(self._restored.items())]
+        if saved != needed:
+            raise RuntimeError(
+                f"the loaded state of unit '{self.wire.unit}' has a reference of {saved} bytes by chunk, and "
+                f"this run needs {needed}: load a state of the same model and Config, or call invalidate() "
+                "on every rank to go on without it"
+            )
 
     def _for_node(
         self, chunk: int, columns: Columns, kept: Tensor, codec: Codec, shard: Tensor

@@ -19,6 +19,7 @@ them, `ZeroPP.load_state_dict` restores them.
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
@@ -27,13 +28,16 @@ from torch import Tensor
 from ..quant import BlockCodec, BlockFormat, Codec
 from .wire import empty_for_keeps
 
+logger = logging.getLogger("zeropp")
+
 AVERAGE = 0.5
 
 
 class Feedback:
     """Kept errors of one unit, chunk by chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
         self.kept: dict[int, Tensor] = {}
         """Encoded [N, E], by chunk."""
 
@@ -72,9 +76,20 @@ class Feedback:
         self.kept.clear()
 
     def _kept_for(self, chunk: int, sums: Tensor, codec: BlockCodec) -> Tensor | None:
-        kept = self.kept.get(chunk)
+        """Errors of the chunk, on the device of its sums: `map_location` may have put them elsewhere."""
+        kept = self.kept.pop(chunk, None)
         shape = (sums.shape[0], codec.row_bytes(sums.shape[1]))
-        return kept if kept is not None and kept.shape == shape and kept.device == sums.device else None
+        if kept is None:
+            return None
+        if kept.shape != shape:
+            logger.warning(
+                "zeropp: unit %s: kept errors of shape %s do not fit gradients that need %s, and start at "
+                "zero; the layout of its gradients changed, or they were saved with another model or Config",
+                *(self.unit, tuple(kept.shape), shape),
+            )
+            return None
+        self.kept[chunk] = kept.to(sums.device)
+        return self.kept[chunk]
 
 
 def _codec_of_kept(sent: BlockCodec) -> BlockCodec:

@@ -72,6 +72,7 @@ class NodeShard:
     def check(self, shard: Tensor) -> None:
         """Compare `shard` with what the kept bytes were encoded from; see [Note: Freshness]."""
         assert self._fingerprint is not None
+        self._fingerprint = self._fingerprint.to(shard.device)
         now = fingerprint(shard)
         mismatch = (
             torch.ones((), dtype=torch.bool, device=shard.device)
@@ -86,10 +87,13 @@ class NodeShard:
     def state_dict(self, row: int) -> dict[str, Any]:
         """For a checkpoint: one row of every chunk; other ranks have the others."""
         rows = [kept[row].clone() for _, kept in sorted(self._kept.items())]
-        return {"rows": rows, "fresh": self.fresh, "fingerprint": self._fingerprint}
+        source = None if self._fingerprint is None else self._fingerprint.clone()
+        return {"rows": rows, "fresh": self.fresh, "fingerprint": source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> dict[int, Tensor]:
-        """The saved rows, by chunk; the caller puts them in place and fetches the others."""
+        """The saved rows, by chunk; the caller puts them in place and fetches the others.
+
+        They may be on another device than the model (`map_location`): each is moved when it is first used."""
         self.fresh, self._fingerprint = state["fresh"], state["fingerprint"]
         return dict(enumerate(state["rows"]))
 

@@ -23,6 +23,7 @@ too.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ from .feedback import Feedback
 from .pipeline import run_pipelined
 from .ring import reduce_scatter_bf16
 from .wire import Wire
+
+logger = logging.getLogger("zeropp")
 
 FEEDBACK_FIELDS = (
     "error_feedback",
@@ -117,7 +120,7 @@ class ReduceScatter:
             "flat": config.gradients_across,  # Config makes sure that both are the same
         }
         self.config = config
-        self.feedback = Feedback() if config.error_feedback and self.can_defer else None
+        self.feedback = Feedback(wire.unit) if config.error_feedback and self.can_defer else None
         self.calls = 0
         """Reductions so far; numbers the noise of stochastic rounding."""
         self.sync_across, self._flushing = True, False
@@ -164,10 +167,16 @@ class ReduceScatter:
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on as if it had not stopped."""
-        return {"calls": self.calls, "feedback": {} if self.feedback is None else dict(self.feedback.kept)}
+        kept = {} if self.feedback is None else self.feedback.kept
+        return {"calls": self.calls, "feedback": {chunk: errors.clone() for chunk, errors in kept.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.calls = int(state["calls"])
+        if state["feedback"] and self.feedback is None:
+            logger.warning(
+                "zeropp: unit %s: saved errors are not used: this Config has no error feedback",
+                self.wire.unit,
+            )
         if self.feedback is not None:
             self.feedback.kept = {chunk: kept.clone() for chunk, kept in state["feedback"].items()}
 
