@@ -45,7 +45,7 @@ def all_gradients() -> dict[str, list[Tensor]]:
 def errors(given: list[Tensor], average: float | None) -> tuple[float, float]:
     """Relative errors of the sum, and of one step (the mean over all); None: without feedback."""
     codec = BlockCodec(BlockFormat(4, BLOCK_SIZE))
-    kept = feedback.Feedback()
+    kept = feedback.Feedback("benchmark")
     feedback.AVERAGE = average or 1.0
     total, single = torch.zeros(1, NUMEL), 0.0
     for gradient in given:
