@@ -139,12 +139,6 @@ def test_gradients_have_groups_of_their_own_if_fsdp2_was_asked_for_it(ranks: Ran
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 def test_nccl_groups_have_high_priority() -> None:
     """As far as it goes without a GPU: the options are accepted, and say what they should."""
-    store = dist.HashStore()
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    try:
-        world = dist.group.WORLD
-        assert world is not None
-        options = groups._options(world, timedelta(seconds=77))
-        assert (options.is_high_priority_stream, options._timeout) == (True, timedelta(seconds=77))
-    finally:
-        dist.destroy_process_group()
+    options = groups._options("cpu:gloo,cuda:nccl", timedelta(seconds=77))
+    assert (options.is_high_priority_stream, options._timeout) == (True, timedelta(seconds=77))
+    assert groups._options("cpu:gloo", timedelta(seconds=77)) is None

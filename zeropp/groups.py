@@ -66,7 +66,7 @@ def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
                 backend,
                 store,
                 c10d.GroupName(name),
-                backend_options=_options(everyone, timeout),
+                backend_options=_options(dist.get_backend_config(everyone), timeout),
                 timeout=timeout,
                 group_desc=purpose,
             )
@@ -85,9 +85,9 @@ def _no_device(everyone: ProcessGroup) -> Iterator[None]:
         everyone.bound_device_id = device
 
 
-def _options(everyone: ProcessGroup, timeout: timedelta) -> Any:
+def _options(backends: str, timeout: timedelta) -> Any:
     """High priority where the job communicates with NCCL; see [Note: Priority]."""
-    if "nccl" not in dist.get_backend_config(everyone):
+    if "nccl" not in backends:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
