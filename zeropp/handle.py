@@ -124,12 +124,6 @@ class ZeroPP:
         if self._accumulates:
             self._prepare_to_accumulate()
 
-    def is_as(self, config: Config, overrides: Mapping[str, Config]) -> bool:
-        """Whether `apply` with these Configs would change nothing."""
-        treated = [treatment for treatment in self.treatments if treatment.comms is not None]
-        same_groups = all(t.separates_reductions == t.unit.reduces_in_own_group for t in treated)
-        return same_groups and (self.config, self.overrides) == (config, overrides)
-
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save for a run that goes on bit for bit: references of weight differences, kept
         errors, and the count of reductions that stochastic rounding depends on. Only tensors and numbers, and
@@ -346,7 +340,8 @@ def apply(
             "torch.distributed.fsdp.fully_shard() on its blocks and on itself before zeropp.apply()"
         )
     previous = _previous(units)
-    if previous is not None and previous.is_as(config, overrides):
+    same = previous is not None and (previous.config, previous.overrides) == (config, overrides)
+    if previous is not None and same and all(treatment.has_its_groups for treatment in previous.treatments):
         return previous
     # Everything that can fail comes before the first change to the model.
     ledger, scratch = Ledger(), Scratch()

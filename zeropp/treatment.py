@@ -34,6 +34,11 @@ class Treatment:
     def __post_init__(self) -> None:
         self.gradients = GradientWatch(self.unit.name, lambda: self.unit.params)
 
+    @property
+    def has_its_groups(self) -> bool:
+        """Whether process groups are still as the user wants them."""
+        return self.comms is None or self.separates_reductions == self.unit.reduces_in_own_group
+
     def keeps(self) -> Kept:
         """What is kept of the unit now."""
         if self.comms is None:

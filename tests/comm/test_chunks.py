@@ -17,7 +17,7 @@ def test_chunks_cover_a_row_in_whole_blocks(
 ) -> None:
     numel = sum(parameters)
     reduced = parameters if all_have_gradients else (1, *parameters)
-    cut = chunks.column_chunks(numel, block_size, reduced, most)
+    cut = chunks.column_chunks(numel, block_size, reduced, most=most)
     assert 1 <= len(cut) <= most
     slices = [chunk.at for chunk in cut]
     assert [at.start for at in slices] == [0, *(at.stop for at in slices[:-1])]

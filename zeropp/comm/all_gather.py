@@ -110,8 +110,8 @@ class AllGather:
         """What the node shard takes once it is filled, from shards of `numel` elements."""
         if self.node_shard is None:
             return 0
-        codec, chunks = self._kept_codec(dtype), column_chunks(numel, self.config.block_size, self.parameters)
-        return sum(math.prod(self._encoded_shape(codec, columns)) for columns in chunks)
+        codec = self._kept_codec(dtype)
+        return sum(math.prod(self._encoded_shape(codec, columns)) for columns in self._chunks(numel))
 
     def take_over(self, other: AllGather) -> None:
         """Go on with what `other` has kept, if it means the same under this Config."""
@@ -166,9 +166,7 @@ class AllGather:
                 kept.check(input_tensor)
             # Taken now: see [Note: Own slot]
             source = fingerprint(input_tensor) if kept is not None and not reuse else None
-            chunks = column_chunks(
-                input_tensor.numel(), self.config.block_size, self.parameters, self.config.chunks
-            )
+            chunks = self._chunks(input_tensor.numel())
             if self._restored:
                 self._raise_unless_restored_fits(chunks, codec)
             run_pipelined(
@@ -219,6 +217,9 @@ class AllGather:
             gathered = encoded
         with record_function(str(Label("all_gather", "decode", unit))):
             codec.decode(gathered, out, self._row_order)
+
+    def _chunks(self, numel: int) -> list[Columns]:
+        return column_chunks(numel, self.config.block_size, self.parameters, most=self.config.chunks)
 
     def _raise_unless_restored_fits(self, chunks: list[Columns], codec: Codec) -> None:
         """Before the first message, and on every rank alike: all have rows of the same length."""

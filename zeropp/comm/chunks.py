@@ -35,16 +35,16 @@ class Columns:
 
 
 def column_chunks(
-    numel: int, block_size: int, parameters: tuple[int, ...] = (), most: int = 2
+    numel: int, block_size: int, parameters: tuple[int, ...] = (), *, most: int
 ) -> list[Columns]:
     """`most` chunks, or fewer, of a row of `numel` elements, of whole blocks, given the elements of each
     parameter in it.
 
     If those are not `numel` together, as in a reduction of only some of them, no block is aligned.
 
-    >>> column_chunks(100, 128)
+    >>> column_chunks(100, 128, most=2)
     [Columns(at=slice(0, 100, None), block_starts=())]
-    >>> first, second = column_chunks(200_001, 128, (65, 199_936))
+    >>> first, second = column_chunks(200_001, 128, (65, 199_936), most=2)
     >>> first
     Columns(at=slice(0, 100033, None), block_starts=(65,))
     >>> second

@@ -72,6 +72,9 @@ class Feedback:
         assert isinstance(codec, BlockCodec)  # Config allows feedback with integers only
         return rows, _codec_of_kept(codec).row_bytes(numel)
 
+    def copies(self) -> dict[int, Tensor]:
+        return {chunk: kept.clone() for chunk, kept in self.kept.items()}
+
     def reset(self) -> None:
         self.kept.clear()
 
@@ -90,6 +93,11 @@ class Feedback:
             return None
         self.kept[chunk] = kept.to(sums.device)
         return self.kept[chunk]
+
+
+def warn_not_used(unit: str) -> None:
+    """For a checkpoint with errors, in a run that keeps none."""
+    logger.warning("zeropp: unit %s: saved errors are not used: this Config has no error feedback", unit)
 
 
 def _codec_of_kept(sent: BlockCodec) -> BlockCodec:

@@ -23,7 +23,6 @@ too.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,12 +44,10 @@ from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
 from .chunks import Columns, column_chunks
-from .feedback import Feedback
+from .feedback import Feedback, warn_not_used
 from .pipeline import run_pipelined
 from .ring import reduce_scatter_bf16
 from .wire import Wire
-
-logger = logging.getLogger("zeropp")
 
 FEEDBACK_FIELDS = (
     "error_feedback",
@@ -153,7 +150,7 @@ class ReduceScatter:
         if self.feedback is None:
             return 0
         last, shapes = self.hops[-1], []
-        for columns in column_chunks(numel, self.config.block_size, self.parameters()):
+        for columns in self._chunks(numel):
             codec, size = self._codec(columns, last, torch.float32), columns.at.stop - columns.at.start
             shapes.append(self.feedback.shape(last.size, size, codec))
         return sum(map(math.prod, shapes))
@@ -167,18 +164,14 @@ class ReduceScatter:
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on as if it had not stopped."""
-        kept = {} if self.feedback is None else self.feedback.kept
-        return {"calls": self.calls, "feedback": {chunk: errors.clone() for chunk, errors in kept.items()}}
+        return {"calls": self.calls, "feedback": {} if self.feedback is None else self.feedback.copies()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.calls = int(state["calls"])
-        if state["feedback"] and self.feedback is None:
-            logger.warning(
-                "zeropp: unit %s: saved errors are not used: this Config has no error feedback",
-                self.wire.unit,
-            )
         if self.feedback is not None:
             self.feedback.kept = {chunk: kept.clone() for chunk, kept in state["feedback"].items()}
+        elif state["feedback"]:
+            warn_not_used(self.wire.unit)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -204,7 +197,7 @@ class ReduceScatter:
         rows, out = input_tensor.view(world_size, -1), output_tensor.view(1, -1)
         factor = scale_of(op, world_size)
         if self.hops[0].name == "flat" and self.codec_names["flat"] == "bf16":
-            reduce_scatter_bf16(self.wire, rows, out, group, op, factor)
+            reduce_scatter_bf16(self.wire, rows, out, group, op, factor, self.config.chunks)
             return None
         pending = self._pending_for(rows)
         chunks = (
@@ -217,9 +210,7 @@ class ReduceScatter:
                 factor,
                 group,
             )
-            for number, columns in enumerate(
-                column_chunks(rows.shape[1], self.config.block_size, self.parameters(), self.config.chunks)
-            )
+            for number, columns in enumerate(self._chunks(rows.shape[1]))
         )
         run_pipelined(self._reduce(chunk) for chunk in chunks)
         self.calls += 1
@@ -252,6 +243,9 @@ class ReduceScatter:
                 "requires_grad of its parameters must not change"
             )
         return pending
+
+    def _chunks(self, numel: int) -> list[Columns]:
+        return column_chunks(numel, self.config.block_size, self.parameters(), most=self.config.chunks)
 
     def _reduce(self, chunk: Chunk) -> Generator[None]:
         """Reduce one chunk, on the way that needs the fewest passes over it."""

@@ -41,13 +41,14 @@ def reduce_scatter_bf16(
     group: ProcessGroup,
     op: ReduceOp | ReduceOp.RedOpType,
     factor: float,
+    chunks: int,
 ) -> None:
     """out [1, S] = the own row, summed over all ranks' rows [W, S] as `op` says, whose factor is `factor`."""
     if rows.device.type == "cpu":  # gloo's own sends twice as much, and knows no PREMUL_SUM
         scale = None if factor == 1.0 else torch.tensor(factor, dtype=WIRE_DTYPE)
         run_pipelined(
             _pass_around(wire, number, rows[:, columns.at], out[:, columns.at], group, scale)
-            for number, columns in enumerate(column_chunks(rows.shape[1], CHUNK_MULTIPLE))
+            for number, columns in enumerate(column_chunks(rows.shape[1], CHUNK_MULTIPLE, most=chunks))
         )
         return
     wire.count_flat_ring("reduce_scatter", out.numel() * WIRE_DTYPE.itemsize)

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from ..comm import Ledger, Scratch, Wire
 from ..comm.ring import reduce_scatter_bf16
-from ..config import CodecName
+from ..config import CodecName, Config
 from ..models.gpt import GPT, GPTConfig
 from ..quant import make_codec
 from ..topology import Hop, Topology
@@ -271,7 +271,9 @@ def _prepare_ring(
     wire = Wire("measure", topology, Ledger(), Scratch())
     rows = torch.zeros(hop.size, wanted // (hop.size - 1) // 2, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(rows[:1])
-    run = partial(reduce_scatter_bf16, wire, rows, out, _world(), dist.ReduceOp.SUM, factor=1.0)
+    run = partial(
+        reduce_scatter_bf16, wire, rows, out, _world(), dist.ReduceOp.SUM, factor=1.0, chunks=Config.chunks
+    )
     return run, (hop.size - 1) * out.nbytes
 
 
