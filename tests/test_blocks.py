@@ -44,9 +44,13 @@ class Layer(nn.Module):
         return torch.stack([(self.slopes[name] * p).sum() for name, p in parameters.items()]).sum()
 
 
-def _errors(config: zeropp.Config) -> dict[str, tuple[float, float]]:
-    """For each matrix: errors of weights and gradients where blocks could be mixed, after a few steps."""
+def _errors(config: zeropp.Config, regroup: bool = False) -> dict[str, tuple[float, float]]:
+    """For each matrix: errors of weights and gradients where blocks could be mixed, after a few steps.
+
+    With `regroup`, FSDP2 packs the gradients in another order than the weights (since torch 2.15)."""
     layer = Layer()
+    if regroup:
+        layer.up.weight.grad_dtype = torch.bfloat16
     fully_shard(layer)
     zpp = zeropp.apply(layer, config)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
@@ -89,3 +93,10 @@ def test_small_parameters_survive_beside_large_ones(ranks: Ranks, name: str) -> 
             weights < 0.02
         )  # int8 and 16 bits have less than 0.01; sharing a block with the norm, all is lost
         assert gradients < 0.35  # int4, rounding at random
+
+
+def test_blocks_follow_the_order_of_gradients(ranks: Ranks) -> None:
+    errors = ranks.run(_errors, zeropp.Config(node_size=2), True)[0]
+    for weights, gradients in errors.values():
+        assert weights < 0.02
+        assert gradients < 0.35

@@ -331,3 +331,77 @@ def test_an_untested_version_without_what_is_read_is_refused() -> None:
     done = _apply_on("2.99.1+new")
     assert done.returncode == 1
     assert "torch 2.99.1+new: FSDPParamGroup._reduce_scatter_param_indices is missing" in done.stderr
+
+
+class _Partly(nn.Module):
+    """One layer is used in every micro-batch, one in the last only, one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.late, self.never = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, is_last: bool) -> Tensor:
+        x = self.always(x)
+        return self.late(x) if is_last else x
+
+
+def _accumulated(
+    policy: MixedPrecisionPolicy, dtype: torch.dtype, config: zeropp.Config | None, sync: str | None
+) -> tuple[dict[str, Tensor], str]:
+    """Gradients of three micro-batches, and FSDP2's assertion if it fails."""
+    torch.manual_seed(0)
+    model: Any = _Partly().to(dtype)
+    fully_shard(model, mp_policy=policy)
+    zpp = None if config is None else zeropp.apply(model, config)
+    for micro_batch in range(3):
+        is_last = micro_batch == 2
+        if sync == "across" and zpp is not None:
+            zpp.set_requires_cross_node_sync(is_last)
+        elif sync == "all":
+            model.set_requires_gradient_sync(is_last)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(micro_batch + 10 * dist.get_rank()))
+        try:
+            model(x.to(policy.param_dtype or dtype), is_last or sync == "all").float().sum().backward()
+        except AssertionError as error:
+            return {}, str(error)
+    return {
+        name: p.grad.full_tensor().float() for name, p in model.named_parameters() if p.grad is not None
+    }, ""
+
+
+FP32_REDUCTION = {
+    "bf16 compute": (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), FP32),
+    "bf16 parameters": (MixedPrecisionPolicy(reduce_dtype=FP32), BF16),
+}
+
+
+@pytest.mark.parametrize("name", FP32_REDUCTION)
+def test_accumulation_with_unused_parameters_in_mixed_precision(ranks: Ranks, name: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/196996 is about accumulated and fresh gradients in one
+    reduction; accumulation in the node reduces each micro-batch by itself."""
+    policy = FP32_REDUCTION[name]
+    exact = zeropp.Config(
+        node_size=2, weights="none", secondary=False, gradients_in_node="none", gradients_across="none"
+    )
+    plain, _ = ranks.run(_accumulated, *policy, None, None)[0]
+    ours, error = ranks.run(_accumulated, *policy, exact, "across")[0]
+    assert not error
+    assert {"never.weight", "never.bias"} == ours.keys() - plain.keys()
+    assert not ours["never.weight"].any()
+    for key, gradient in plain.items():  # FSDP2 adds micro-batches in the parameters' dtype
+        torch.testing.assert_close(ours[key], gradient, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", FP32_REDUCTION)
+def test_fsdp2_accumulates_beside_error_feedback(ranks: Ranks, name: str) -> None:
+    """Error feedback sends zeros for unused parameters, which FSDP2's own accumulation takes since 2.15."""
+    policy = FP32_REDUCTION[name]
+    config = zeropp.Config(node_size=2, gradients_across="int8", error_feedback=True)
+    plain, _ = ranks.run(_accumulated, *policy, None, "all")[0]
+    ours, error = ranks.run(_accumulated, *policy, config, "all")[0]
+    if IS_213:
+        assert "FSDP reduce-scatter expects uniform gradient dtype" in error
+        return
+    assert not error
+    for key, gradient in plain.items():
+        assert (ours[key] - gradient).norm() < 0.05 * gradient.norm()
