@@ -9,6 +9,7 @@ their sum, which feedback is for, and that of a single step, which it costs. One
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import tyro
@@ -16,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from zeropp.comm import feedback
+from zeropp.comm import Ledger, feedback
+from zeropp.comm.layout import ErrorCodecs, HopCodec
+from zeropp.comm.ledger import KEPT_ERRORS
 from zeropp.quant import BlockCodec, BlockFormat
 
 NUMEL, STEPS, BLOCK_SIZE = 1 << 15, 60, 128
@@ -45,18 +48,23 @@ def all_gradients() -> dict[str, list[Tensor]]:
 def errors(given: list[Tensor], average: float | None) -> tuple[float, float]:
     """Relative errors of the sum, and of one step (the mean over all); None: without feedback."""
     codec = BlockCodec(BlockFormat(4, BLOCK_SIZE))
+    counted = partial(HopCodec, Ledger(), "unit", "reduce_scatter", KEPT_ERRORS)
+    codecs = ErrorCodecs(
+        kept=counted("int8", BlockCodec(BlockFormat(8, BLOCK_SIZE)), NUMEL),
+        sent=counted("int4", codec, NUMEL),
+    )
     kept = feedback.Feedback("benchmark")
     feedback.AVERAGE = average or 1.0
     total, single = torch.zeros(1, NUMEL), 0.0
     for gradient in given:
         sums, sent = gradient.clone(), torch.empty(1, codec.row_bytes(NUMEL), dtype=torch.uint8)
         if average is not None:
-            kept.add_to(0, sums, codec)
+            kept.add_to(0, sums, codecs)
         codec.encode(sums, sent)
         decoded = torch.empty(1, NUMEL)
         codec.decode(sent, decoded)
         if average is not None:
-            kept.keep(0, sums, sent, codec)
+            kept.keep(0, sums, sent, codecs)
         total += decoded
         single += relative(decoded, gradient) / STEPS
     return relative(total, torch.stack(given).sum(0)), single

@@ -127,6 +127,7 @@ def _own_groups_for_gradients() -> Any:
         weights, gradients = comms
         shared.append([hop.group for hop in weights.hops] == [hop.group for hop in gradients.hops[::-1]])
         losses.append([trainer.step() for _ in range(2)])
+    assert trainer.zpp is not None
     return shared, losses[0] == losses[1], {note for t in trainer.zpp.treatments for note in t.notes}
 
 

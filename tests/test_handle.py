@@ -271,7 +271,7 @@ def _edit_with_streams() -> tuple[str, str]:
     assert trainer.zpp is not None
     for treatment in trainer.zpp.treatments:
         assert treatment.comms is not None
-        node_shard = treatment.comms[0].node_shard
+        node_shard = treatment.comms.all_gather.node_shard
         assert node_shard is not None
         node_shard.check_on_host = False
     trainer.evaluate()

@@ -140,7 +140,8 @@ def _kept_state() -> tuple[bool, bool, bool]:
     before = [t.comms for t in zpp.treatments]
     zpp.set_config(zeropp.Config.four_bit(node_size=2, rounding="stochastic"))
     same_errors = all(
-        new.comms[1].feedback is old[1].feedback and new.comms[0].node_shard is old[0].node_shard
+        new.comms.reduce_scatter.feedback is old.reduce_scatter.feedback
+        and new.comms.all_gather.node_shard is old.all_gather.node_shard
         for new, old in zip(zpp.treatments, before, strict=True)
         if new.comms is not None and old is not None
     )
@@ -148,7 +149,7 @@ def _kept_state() -> tuple[bool, bool, bool]:
     trainer.evaluate()
     sent_nothing = zpp.ledger.total(hop="across").calls == 0
     zpp.set_config(zeropp.Config.four_bit(node_size=2, rotate=False))
-    forgotten = all(not t.comms[1].feedback.kept for t in zpp.treatments if t.comms and t.comms[1].feedback)
+    forgotten = all(not r.feedback.kept for _, _, r in zpp._installed() if r.feedback)
     return same_errors, sent_nothing, forgotten
 
 

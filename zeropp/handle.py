@@ -113,9 +113,7 @@ class ZeroPP:
         treatments = [treat(unit, own, self.ledger, self._scratch) for unit, own in chosen.items()]
         for old, new in zip(self.treatments, treatments, strict=True):
             if old.comms is not None and new.comms is not None:
-                new.comms[0].take_over(old.comms[0])
-                new.comms[1].take_over(old.comms[1])
-                new.comms[1].sync_across = old.comms[1].sync_across
+                new.comms.take_over(old.comms)
         self._remove_hooks()
         self.config, self.overrides, self.treatments = config, overrides, treatments
         for treatment in treatments:
@@ -175,7 +173,7 @@ class ZeroPP:
             self._accumulates = True
             self._prepare_to_accumulate()
         for _, _, reduce_scatter in self._installed():
-            reduce_scatter.sync_across = requires_sync
+            reduce_scatter.set_sync_across(requires_sync)
 
     def flush(self) -> None:
         """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:
@@ -216,13 +214,13 @@ class ZeroPP:
     def drop_pending_gradients(self) -> None:
         """Forget gradients accumulated without cross-node sync. `zero_grad()` does it by itself."""
         for _, _, reduce_scatter in self._installed():
-            reduce_scatter.pending = None
+            reduce_scatter.drop_pending()
 
     def gradients_zeroed(self, params: set[int]) -> None:
         """zero_grad() ran for the parameters with these ids: what is pending for them goes, too."""
         for treatment, _, reduce_scatter in self._installed():
             if reduce_scatter.pending is not None and treatment.gradients.zeroed(params):
-                reduce_scatter.pending = None
+                reduce_scatter.drop_pending()
 
     def remove(self) -> None:
         """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
@@ -248,7 +246,7 @@ class ZeroPP:
 
     def _install(self) -> None:
         for treatment, all_gather, reduce_scatter in self._installed():
-            all_gather.owner = self
+            all_gather.belong_to(self)
             treatment.unit.install(all_gather, reduce_scatter)
             self._handles += treatment.unit.on_load(all_gather.invalidate)
             if reduce_scatter.feedback is not None:
@@ -270,7 +268,7 @@ class ZeroPP:
         self._warn_if_large(sum((t.will_keep() for t in self.treatments), Kept()))
         every_time = []
         for treatment in self.treatments:
-            if treatment.comms is not None and treatment.comms[1].can_defer:
+            if treatment.comms is not None and treatment.comms.reduce_scatter.can_defer:
                 treatment.unit.send_unused_gradients()
             elif treatment.topology is not None and not treatment.topology.is_one_node:
                 every_time.append(treatment.unit.name)

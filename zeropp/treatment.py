@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,22 @@ from .config import Config
 from .fsdp import Unit
 from .kept import Kept
 from .quant import QUANTIZABLE_DTYPES
-from .topology import Topology
+from .topology import Hop, Topology
 from .zero_grad import GradientWatch
+
+
+class Comms(NamedTuple):
+    """The comms of one unit."""
+
+    all_gather: AllGather
+    """Of its weights."""
+    reduce_scatter: ReduceScatter
+    """Of its gradients."""
+
+    def take_over(self, others: Comms) -> None:
+        """Go on with what `others` have kept."""
+        self.all_gather.take_over(others.all_gather)
+        self.reduce_scatter.take_over(others.reduce_scatter)
 
 
 @dataclass
@@ -24,7 +39,7 @@ class Treatment:
     unit: Unit
     config: Config
     topology: Topology | None = None
-    comms: tuple[AllGather, ReduceScatter] | None = None
+    comms: Comms | None = None
     left_alone: str | None = None
     """Why FSDP2's own comms stay in place, or None."""
     separates_reductions: bool = False
@@ -43,7 +58,7 @@ class Treatment:
         """What is kept of the unit now."""
         if self.comms is None:
             return Kept()
-        node_shard, gradients = self.comms[0].node_shard, self.comms[1]
+        node_shard, gradients = self.comms.all_gather.node_shard, self.comms.reduce_scatter
         return Kept(
             node_shard=0 if node_shard is None else node_shard.nbytes,
             errors=0 if gradients.feedback is None else gradients.feedback.nbytes,
@@ -112,7 +127,8 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
         return treatment
     treatment.separates_reductions = unit.reduces_in_own_group
     treatment.topology = topology = Topology.of(unit.group, config.node_size)
-    hops = back = (topology.flat_hop(),)
+    hops: tuple[Hop, ...] = (topology.flat_hop(),)
+    back = hops
     if config.route == "two-hop":
         hops = back = topology.hops()
         if treatment.separates_reductions:
@@ -120,7 +136,7 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
     wire = Wire(unit.name, topology, ledger, scratch)
     as_they_are = _why_weights_stay(unit)
     plain_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
-    treatment.comms = (
+    treatment.comms = Comms(
         AllGather(wire, hops, plain_weights if as_they_are else config, unit.gather_lengths()),
         ReduceScatter(wire, back[::-1], config, treatment.gradients, unit.reduce_lengths),
     )

@@ -84,6 +84,49 @@ def test_bytes_of_the_flat_16_bit_wire(ranks: Ranks) -> None:
         assert baseline == 3 * (3 * shard * 2 // 2)
 
 
+def _work(config: zeropp.Config, micro_batches: int) -> Any:
+    trainer = Trainer(config, micro_batches=micro_batches, accumulate_in_node=True)
+    trainer.step()
+    assert trainer.zpp is not None
+    ledger = trainer.zpp.ledger
+    ledger.reset()
+    trainer.step()
+    padded = sum(-(-p.shape[0] // 4) * 4 * p[0].numel() for p in trainer.net.blocks[0].parameters())
+    counted = {key[1:]: work.elements for key, work in ledger.work() if key.unit == "blocks.0"}
+    return padded, counted
+
+
+def test_codec_work_of_the_default(ranks: Ranks) -> None:
+    for padded, counted in ranks.run(_work, zeropp.Config(node_size=2), 1):
+        assert counted == {
+            ("all_gather", "across", "encode", "int8"): padded // 4,
+            ("all_gather", "in-node", "decode", "int8"): 2 * padded,  # forward and backward
+            ("reduce_scatter", "in-node", "encode", "int8"): padded,
+            ("reduce_scatter", "in-node", "recode_from", "int8"): padded,
+            ("reduce_scatter", "across", "recode_to", "int4"): padded // 2,
+            ("reduce_scatter", "across", "decode_sum", "int4"): padded // 2,
+        }
+
+
+def test_codec_work_on_what_is_kept_stands_apart_from_that_of_hops(ranks: Ranks) -> None:
+    for padded, counted in ranks.run(_work, zeropp.Config.four_bit(node_size=2), 3):
+        assert counted == {
+            ("all_gather", "node shard", "decode", "bf16"): padded // 4 + padded // 2 + 6 * padded // 2,
+            ("all_gather", "across", "encode", "int4"): padded // 4,
+            ("all_gather", "across", "decode_sum", "int4"): padded // 2,
+            ("all_gather", "node shard", "encode", "bf16"): padded // 2,
+            ("all_gather", "in-node", "encode", "int8"): 6 * padded // 2,  # twice per micro-batch
+            ("all_gather", "in-node", "decode", "int8"): 6 * padded,
+            ("reduce_scatter", "in-node", "encode", "int8"): 3 * padded,
+            ("reduce_scatter", "in-node", "decode_sum", "int8"): 3 * padded,
+            ("reduce_scatter", "kept errors", "decode_sum", "int8"): 2 * padded // 2,
+            ("reduce_scatter", "across", "encode", "int4"): padded // 2,
+            ("reduce_scatter", "kept errors", "decode_sum", "int4"): padded // 2,
+            ("reduce_scatter", "kept errors", "encode", "int8"): padded // 2,
+            ("reduce_scatter", "across", "decode_sum", "int4"): padded // 2,
+        }
+
+
 def _resharded_in_the_node() -> tuple[int, int]:
     trainer = Trainer(zeropp.Config(node_size=2), net=make_net(reshard_after_forward=2))
     trainer.step()

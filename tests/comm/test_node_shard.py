@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeropp.comm import NodeShard, StaleWeightsError, raise_if_stale
-from zeropp.comm.node_shard import fingerprint
+from zeropp.comm.node_shard import Send, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
@@ -42,11 +42,55 @@ def test_a_fingerprint_is_small() -> None:
 def filled(check_on_host: bool | None) -> tuple[NodeShard, torch.Tensor]:
     shard = torch.randn(3000)
     node_shard = NodeShard("layers.7", check_on_host=check_on_host)
-    assert not node_shard.fresh
     node_shard.buffer(0, 2, 64, shard.device).zero_()
-    node_shard.filled_from(fingerprint(shard))
-    assert node_shard.fresh
+    node_shard.gathered(Send.WEIGHTS, fingerprint(shard))
     return node_shard, shard
+
+
+@pytest.mark.parametrize("takes_differences", [False, True])
+def test_what_a_gather_sends_follows_from_what_happened(takes_differences: bool) -> None:
+    node_shard = NodeShard("layers.7", takes_differences=takes_differences, refresh_every=2)
+    source = fingerprint(torch.zeros(10))
+    sent = []
+
+    def gather() -> None:
+        sent.append(send := node_shard.next_send)
+        node_shard.gathered(send, None if send is Send.NOTHING else source)
+
+    gather()
+    gather()
+    for _ in range(4):
+        node_shard.weights_changed()
+        gather()
+    node_shard.weights_changed()
+    node_shard.invalidate()
+    gather()
+    node_shard.invalidate()
+    node_shard.weights_changed()  # is still of no use
+    gather()
+    weights, nothing = Send.WEIGHTS, Send.NOTHING
+    changed = Send.DIFFERENCE if takes_differences else weights
+    assert sent == [weights, nothing, changed, changed, weights, changed, weights, weights]
+
+
+def test_a_checkpoint_holds_only_what_has_a_history() -> None:
+    node_shard = NodeShard("layers.7", takes_differences=True)
+    assert node_shard.state_dict(0) == {}
+    node_shard.buffer(0, 2, 16, torch.device("cpu")).copy_(torch.arange(32).view(2, 16))
+    node_shard.gathered(Send.WEIGHTS, fingerprint(torch.zeros(10)))
+    node_shard.weights_changed()
+    saved = node_shard.state_dict(1)
+    assert torch.equal(saved["node_shard"]["rows"][0], torch.arange(16, 32, dtype=torch.uint8))
+    other = NodeShard("layers.7", takes_differences=True)
+    other.load_state_dict(saved)
+    assert other.next_send is Send.DIFFERENCE
+    restored = other.restored_row(0)
+    assert restored is not None
+    assert torch.equal(restored, saved["node_shard"]["rows"][0])
+    assert torch.equal(other.state_dict(1)["node_shard"]["rows"][0], restored)  # not in place yet
+    plain = NodeShard("layers.7")
+    plain.load_state_dict(saved)
+    assert plain.next_send is Send.WEIGHTS
 
 
 def test_on_cpu_a_mismatch_raises_at_once() -> None:
@@ -56,7 +100,7 @@ def test_on_cpu_a_mismatch_raises_at_once() -> None:
     with pytest.raises(StaleWeightsError, match=r"unit 'layers.7'.*call invalidate\(\) on every rank"):
         node_shard.check(shard)
     node_shard.invalidate()
-    assert not node_shard.fresh
+    assert node_shard.next_send is Send.WEIGHTS
 
 
 def test_with_streams_a_mismatch_is_flagged_and_raised_later() -> None:

@@ -20,12 +20,11 @@ them, `ZeroPP.load_state_dict` restores them.
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
 from torch import Tensor
 
-from ..quant import BlockCodec, BlockFormat, Codec
+from .layout import ErrorCodecs, HopCodec
 from .wire import empty_for_keeps
 
 logger = logging.getLogger("zeropp")
@@ -45,32 +44,25 @@ class Feedback:
     def nbytes(self) -> int:
         return sum(kept.numel() for kept in self.kept.values())
 
-    def add_to(self, chunk: int, sums: Tensor, codec: BlockCodec) -> None:
-        """sums [N, S] fp32 += kept. They will be sent by `codec`."""
-        kept_codec = _codec_of_kept(codec)
-        kept = self._kept_for(chunk, sums, kept_codec)
+    def add_to(self, chunk: int, sums: Tensor, codecs: ErrorCodecs) -> None:
+        """sums [N, S] fp32 += kept."""
+        kept = self._kept_for(chunk, sums, codecs.kept)
         if kept is not None:
-            kept_codec.decode_sum(kept.unsqueeze(0), sums, 1.0, accumulate=True)
+            codecs.kept.decode_sum(kept.unsqueeze(0), sums, 1.0, accumulate=True)
 
-    def keep(self, chunk: int, sums: Tensor, sent: Tensor, codec: BlockCodec) -> None:
+    def keep(self, chunk: int, sums: Tensor, sent: Tensor, codecs: ErrorCodecs) -> None:
         """Keep what `sent`, the encoded sums, has lost of them. Overwrites sums."""
-        codec.decode_sum(sent.unsqueeze(0), sums, -1.0, accumulate=True)
-        kept_codec = _codec_of_kept(codec)
-        kept = self._kept_for(chunk, sums, kept_codec)
+        codecs.sent.decode_sum(sent.unsqueeze(0), sums, -1.0, accumulate=True)
+        kept = self._kept_for(chunk, sums, codecs.kept)
         if AVERAGE < 1:
             sums *= AVERAGE
             if kept is not None:
-                kept_codec.decode_sum(kept.unsqueeze(0), sums, 1 - AVERAGE, accumulate=True)
+                codecs.kept.decode_sum(kept.unsqueeze(0), sums, 1 - AVERAGE, accumulate=True)
         torch.nan_to_num_(sums, 0.0, 0.0, 0.0)  # [Note: Reset]
         if kept is None:
-            shape = self.shape(sums.shape[0], sums.shape[1], codec)
-            kept = self.kept[chunk] = empty_for_keeps(math.prod(shape), sums.device).view(shape)
-        kept_codec.encode(sums, kept)
-
-    def shape(self, rows: int, numel: int, codec: Codec) -> tuple[int, int]:
-        """[N, E]: of the kept errors of sums [N, S] that are sent by `codec`."""
-        assert isinstance(codec, BlockCodec)  # Config allows feedback with integers only
-        return rows, _codec_of_kept(codec).row_bytes(numel)
+            rows, row_bytes = sums.shape[0], codecs.kept.row_bytes
+            kept = self.kept[chunk] = empty_for_keeps(rows * row_bytes, sums.device).view(rows, row_bytes)
+        codecs.kept.encode(sums, kept)
 
     def copies(self) -> dict[int, Tensor]:
         return {chunk: kept.clone() for chunk, kept in self.kept.items()}
@@ -78,10 +70,10 @@ class Feedback:
     def reset(self) -> None:
         self.kept.clear()
 
-    def _kept_for(self, chunk: int, sums: Tensor, codec: BlockCodec) -> Tensor | None:
+    def _kept_for(self, chunk: int, sums: Tensor, codec: HopCodec) -> Tensor | None:
         """Errors of the chunk, on the device of its sums: `map_location` may have put them elsewhere."""
         kept = self.kept.pop(chunk, None)
-        shape = (sums.shape[0], codec.row_bytes(sums.shape[1]))
+        shape = (sums.shape[0], codec.row_bytes)
         if kept is None:
             return None
         if kept.shape != shape:
@@ -98,8 +90,3 @@ class Feedback:
 def warn_not_used(unit: str) -> None:
     """For a checkpoint with errors, in a run that keeps none."""
     logger.warning("zeropp: unit %s: saved errors are not used: this Config has no error feedback", unit)
-
-
-def _codec_of_kept(sent: BlockCodec) -> BlockCodec:
-    """Eight bits in the blocks of what was sent."""
-    return BlockCodec(BlockFormat(8, sent.fmt.block_size), sent.block_starts)

@@ -1,4 +1,5 @@
-"""The ledger: what this rank sent, per unit, collective and hop. Always on; one dict update per hop.
+"""The ledger: what this rank sent, per unit, collective and hop, and what its codecs did for it. Always on:
+one dict update per hop, and one per codec operation.
 
 Bytes are what the algorithm puts on the wire, without packet headers. An all-gather over m ranks is a ring:
 each rank sends m - 1 pieces, all of them to its successor. An all-to-all sends one piece to every other rank.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -33,11 +35,39 @@ class Traffic:
         self.across_bytes += other.across_bytes
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
+    """What traffic is counted by."""
+
     unit: str
     collective: Collective
     hop: str
+
+
+Operation = Literal["encode", "decode", "decode_sum", "recode_from", "recode_to"]
+"""A recode, which sums what one hop brought and encodes it for the next in one pass, counts under both."""
+
+NODE_SHARD = "node shard"
+KEPT_ERRORS = "kept errors"
+"""Both stand in the place of a hop: work on what a rank keeps, and does not send as it is."""
+
+
+class WorkKey(NamedTuple):
+    """What codec work is counted by."""
+
+    unit: str
+    collective: Collective
+    hop: str
+    operation: Operation
+    codec: str
+    """In the words of `Config`."""
+
+
+@dataclass
+class CodecWork:
+    """Calls, and elements that they read (decode) or wrote (encode)."""
+
+    calls: int = 0
+    elements: int = 0
 
 
 class Ledger:
@@ -53,23 +83,34 @@ class Ledger:
     def __init__(self) -> None:
         self._sent: dict[Key, Traffic] = {}
         self._baseline: dict[Key, Traffic] = {}
+        self._work: dict[WorkKey, CodecWork] = {}
 
     def record(
         self, unit: str, collective: Collective, hop: str, *, wire_bytes: int, across_bytes: int
     ) -> None:
-        traffic = self._sent.setdefault(Key(unit, collective, hop), Traffic())
-        traffic.add(Traffic(1, wire_bytes, across_bytes))
+        _count(self._sent, Key(unit, collective, hop), wire_bytes, across_bytes)
 
     def record_baseline(
         self, unit: str, collective: Collective, *, wire_bytes: int, across_bytes: int
     ) -> None:
         """What FSDP2 with a 16-bit wire would have sent for a call that FSDP2 has just made."""
-        traffic = self._baseline.setdefault(Key(unit, collective, "fsdp2-16bit"), Traffic())
-        traffic.add(Traffic(1, wire_bytes, across_bytes))
+        _count(self._baseline, Key(unit, collective, "fsdp2-16bit"), wire_bytes, across_bytes)
+
+    def record_work(self, key: WorkKey, elements: int) -> None:
+        """One call of a codec."""
+        work = self._work.get(key)
+        if work is None:
+            work = self._work[key] = CodecWork()
+        work.calls += 1
+        work.elements += elements
 
     def rows(self) -> Iterator[tuple[Key, Traffic]]:
         """Every counter, in order of first use."""
         yield from self._sent.items()
+
+    def work(self) -> Iterator[tuple[WorkKey, CodecWork]]:
+        """Every counter of codec work, in order of first use."""
+        yield from self._work.items()
 
     def total(
         self, *, unit: str | None = None, collective: Collective | None = None, hop: str | None = None
@@ -85,6 +126,7 @@ class Ledger:
         """Start counting from zero, for instance after a warm-up step."""
         self._sent.clear()
         self._baseline.clear()
+        self._work.clear()
 
     def table(self) -> str:
         """Calls and bytes per collective and hop, and the same for 16-bit FSDP2, as text."""
@@ -105,6 +147,15 @@ class Ledger:
             )
         table.add_row("total", "", "", *_against(self.total(), self.baseline_total()))
         return render(table)
+
+
+def _count(counters: dict[Key, Traffic], key: Key, wire_bytes: int, across_bytes: int) -> None:
+    traffic = counters.get(key)
+    if traffic is None:
+        traffic = counters[key] = Traffic()
+    traffic.calls += 1
+    traffic.wire_bytes += wire_bytes
+    traffic.across_bytes += across_bytes
 
 
 def render(table: Table) -> str:

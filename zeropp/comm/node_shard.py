@@ -3,8 +3,13 @@ may be used again.
 
 [Note: Freshness]
 A rank that reuses its node shard skips a collective, so all ranks of a group must decide alike. They decide
-on `fresh`, which changes only where all ranks do the same thing: a gather fills it; an optimizer step, a
+on `state`, which changes only where all ranks do the same thing: a gather fills it; an optimizer step, a
 state-dict load or `invalidate()` clears it. Never on the content of a tensor, which differs between ranks.
+
+    EMPTY --gather--> FRESH --optimizer step--> BEHIND --gather--> FRESH
+    any state --invalidate(), state-dict load--> EMPTY
+
+What is BEHIND still serves as the reference of differences: [Note: Full sends] in differences.py.
 
 Weights changed in another way (under no_grad, through `p.data`, by a load straight into the tensors) would be
 trained on stale. So each reuse compares a fingerprint of the rank's own shard with the one it was encoded
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -30,17 +36,49 @@ class StaleWeightsError(RuntimeError):
     """Weights changed without zeropp being told, while a node shard of the old ones was in use."""
 
 
-class NodeShard:
-    """Kept bytes of one unit, chunk by chunk, with the fingerprint of the shard they were encoded from."""
+class State(Enum):
+    """What the kept bytes are."""
 
-    def __init__(self, unit: str, *, check_on_host: bool | None = None) -> None:
+    EMPTY = "of no use"
+    BEHIND = "the weights before the last step"
+    FRESH = "the weights"
+
+
+class Send(Enum):
+    """What the first hop of a gather sends."""
+
+    NOTHING = "the node shard is used again"
+    DIFFERENCE = "what changed since the last time"
+    WEIGHTS = "the weights"
+
+
+class NodeShard:
+    """Kept bytes of one unit, chunk by chunk, with the fingerprint of the shard they were encoded from.
+
+    The one owner of what is known about them: who else wants to know asks, who changes weights tells.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        *,
+        takes_differences: bool = False,
+        refresh_every: int = 0,
+        check_on_host: bool | None = None,
+    ) -> None:
         self.unit = unit
-        self.fresh = False
+        self.state = State.EMPTY
+        self.takes_differences = takes_differences
+        self.refresh_every = refresh_every
+        self.differences = 0
+        """Sent since the weights were."""
         self.check_on_host = check_on_host
         """None: on CPU, where it costs nothing."""
         self.mismatch: Tensor | None = None
         """Whether a check has failed, on the device; None if there was none."""
         self._kept: dict[int, Tensor] = {}
+        self._restored: dict[int, Tensor] = {}
+        """Own rows from a checkpoint, by chunk, until a gather has put them in place."""
         self._fingerprint: Tensor | None = None
         self._last_use: torch.Event | None = None
 
@@ -64,10 +102,39 @@ class NodeShard:
         if device.type != "cpu":
             self._last_use = torch.accelerator.current_stream().record_event()
 
-    def filled_from(self, source: Tensor) -> None:
-        """The buffers now hold the encoded shard with this fingerprint, and its peers."""
+    @property
+    def next_send(self) -> Send:
+        """What the next gather sends over the first hop: the same on every rank, see [Note: Freshness]."""
+        if self.state is State.FRESH:
+            return Send.NOTHING
+        is_due = self.refresh_every and self.differences >= self.refresh_every
+        if self.takes_differences and self.state is State.BEHIND and not is_due:
+            return Send.DIFFERENCE
+        return Send.WEIGHTS
+
+    def restored_row(self, chunk: int) -> Tensor | None:
+        """The own row of a chunk from a checkpoint, if it is not in place yet."""
+        return self._restored.get(chunk)
+
+    def raise_unless_restored_fits(self, row_bytes: list[int]) -> None:
+        """Before the first message, and on every rank alike: all have rows of the same length."""
+        saved = [row.numel() for _, row in sorted(self._restored.items())]
+        if saved and saved != row_bytes:
+            raise RuntimeError(
+                f"the loaded state of unit '{self.unit}' has a reference of {saved} bytes by chunk, and this "
+                f"run needs {row_bytes}: load a state of the same model and Config, or call invalidate() on "
+                "every rank to go on without it"
+            )
+
+    def gathered(self, sent: Send, source: Tensor | None) -> None:
+        """A gather has run, and sent `sent`; the buffers hold the encoded shard with the fingerprint `source`
+        and its peers. None: nothing was sent, and they hold what they held."""
+        self._restored = {}
+        if source is None:
+            return
         self._fingerprint = source
-        self.fresh = True
+        self.differences = self.differences + 1 if sent is Send.DIFFERENCE else 0
+        self.state = State.FRESH
 
     def check(self, shard: Tensor) -> None:
         """Compare `shard` with what the kept bytes were encoded from; see [Note: Freshness]."""
@@ -85,21 +152,37 @@ class NodeShard:
             raise_if_stale([self])
 
     def state_dict(self, row: int) -> dict[str, Any]:
-        """For a checkpoint: one row of every chunk; other ranks have the others."""
+        """For a checkpoint: one row of every chunk; other ranks have the others. Only differences have a
+        history."""
+        if not self.takes_differences or self.state is State.EMPTY:
+            return {}
         rows = [kept[row].clone() for _, kept in sorted(self._kept.items())]
+        if self._restored:
+            rows = [restored.clone() for _, restored in sorted(self._restored.items())]
         source = None if self._fingerprint is None else self._fingerprint.clone()
-        return {"rows": rows, "fresh": self.fresh, "fingerprint": source}
+        kept = {"rows": rows, "fresh": self.state is State.FRESH, "fingerprint": source}
+        return {"node_shard": kept, "differences": self.differences}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> dict[int, Tensor]:
-        """The saved rows, by chunk; the caller puts them in place and fetches the others.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. The next gather first gives the own rows to the other nodes.
 
         They may be on another device than the model (`map_location`): each is moved when it is first used."""
-        self.fresh, self._fingerprint = state["fresh"], state["fingerprint"]
-        return dict(enumerate(state["rows"]))
+        self.invalidate()
+        if state and self.takes_differences:
+            kept, self.differences = state["node_shard"], int(state["differences"])
+            self._restored = dict(enumerate(kept["rows"]))
+            self._fingerprint = kept["fingerprint"]
+            self.state = State.FRESH if kept["fresh"] else State.BEHIND
+
+    def weights_changed(self) -> None:
+        """The next gather sends the weights again, or what changed. The memory is kept for it."""
+        if self.state is State.FRESH:
+            self.state = State.BEHIND
 
     def invalidate(self) -> None:
-        """The next gather sends the weights again. The memory is kept for it."""
-        self.fresh = False
+        """The weights are others now: the next gather sends all of them. The memory is kept for it."""
+        self.state = State.EMPTY
+        self._restored = {}
 
     def release(self) -> None:
         """Give up the memory. The next gather sends the weights again, and allocates anew."""

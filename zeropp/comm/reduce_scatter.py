@@ -23,7 +23,6 @@ too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,16 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.profiler import record_function
 
 from ..config import INTEGERS, CodecName, Config
-from ..labels import Label
-from ..quant import QUANTIZABLE_DTYPES, BlockCodec, Codec, make_codec
+from ..quant import QUANTIZABLE_DTYPES
 from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
-from .chunks import Columns, column_chunks
 from .feedback import Feedback, warn_not_used
+from .layout import HopCodec, Layouts, Leg, ReduceChunk, reduce_chunks
 from .pipeline import run_pipelined
 from .ring import reduce_scatter_bf16
 from .wire import Wire
@@ -81,8 +78,7 @@ class Noise(TypedDict):
 class Chunk:
     """Some columns of one reduction, [Note: Chunks] in chunks.py."""
 
-    number: int
-    columns: Columns
+    layout: ReduceChunk
     rows: Tensor
     """The full gradients [W, S]."""
     out: Tensor
@@ -126,6 +122,9 @@ class ReduceScatter:
         self._pending_dtype = torch.float32 if config.gradients_pending == "fp32" else torch.bfloat16
         self._gradients = gradients
         self._row_order = wire.topology.row_order if len(hops) == 2 else None
+        self._recodes = len(hops) == 2 and all(self.codec_names[hop.name] in INTEGERS for hop in hops)
+        self._noise_keys: dict[str, int] = {}
+        self._layouts = Layouts(partial(reduce_chunks, wire, hops, config, self.codec_names))
 
     @property
     def can_defer(self) -> bool:
@@ -149,15 +148,13 @@ class ReduceScatter:
         """What kept errors take, after the first reduction of rows of `numel` elements."""
         if self.feedback is None:
             return 0
-        last, shapes = self.hops[-1], []
-        for columns in self._chunks(numel):
-            codec, size = self._codec(columns, last, torch.float32), columns.at.stop - columns.at.start
-            shapes.append(self.feedback.shape(last.size, size, codec))
-        return sum(map(math.prod, shapes))
+        chunks = self._layouts.of(numel, torch.float32, self.parameters(), False)
+        kept = [chunk.errors.kept.row_bytes for chunk in chunks if chunk.errors is not None]
+        return self.hops[-1].size * sum(kept)
 
     def take_over(self, other: ReduceScatter) -> None:
         """Go on counting where `other` is, and with the errors it keeps, if they mean the same here."""
-        self.calls = other.calls
+        self.calls, self.sync_across = other.calls, other.sync_across
         same = all(getattr(self.config, name) == getattr(other.config, name) for name in FEEDBACK_FIELDS)
         if same and self.feedback is not None:
             self.feedback = other.feedback
@@ -172,6 +169,14 @@ class ReduceScatter:
             self.feedback.kept = {chunk: kept.clone() for chunk, kept in state["feedback"].items()}
         elif state["feedback"]:
             warn_not_used(self.wire.unit)
+
+    def set_sync_across(self, sync_across: bool) -> None:
+        """Whether the next reductions go across nodes; see [Note: Accumulation]."""
+        self.sync_across = sync_across
+
+    def drop_pending(self) -> None:
+        """Forget what has been put off."""
+        self.pending = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -200,17 +205,17 @@ class ReduceScatter:
             reduce_scatter_bf16(self.wire, rows, out, group, op, factor, self.config.chunks)
             return None
         pending = self._pending_for(rows)
+        at_once = len(self.hops) == 1 and pending is None and self.feedback is None
         chunks = (
             Chunk(
-                number,
-                columns,
-                rows[:, columns.at],
-                out[:, columns.at],
-                None if pending is None else pending[:, columns.at],
+                layout,
+                rows[:, layout.at],
+                out[:, layout.at],
+                None if pending is None else pending[:, layout.at],
                 factor,
                 group,
             )
-            for number, columns in enumerate(self._chunks(rows.shape[1]))
+            for layout in self._layouts.of(rows.shape[1], dtype, self.parameters(), at_once)
         )
         run_pipelined(self._reduce(chunk) for chunk in chunks)
         self.calls += 1
@@ -244,62 +249,50 @@ class ReduceScatter:
             )
         return pending
 
-    def _chunks(self, numel: int) -> list[Columns]:
-        return column_chunks(numel, self.config.block_size, self.parameters(), most=self.config.chunks)
-
     def _reduce(self, chunk: Chunk) -> Generator[None]:
         """Reduce one chunk, on the way that needs the fewest passes over it."""
         if chunk.pending is not None or self.feedback is not None:
             return self._reduce_by_sums(chunk)
         if len(self.hops) == 1:
             return self._reduce_at_once(chunk)
-        if all(self.codec_names[hop.name] in INTEGERS for hop in self.hops):
-            return self._reduce_by_recoding(chunk)
-        return self._reduce_by_sums(chunk)
+        return self._reduce_by_recoding(chunk) if self._recodes else self._reduce_by_sums(chunk)
 
     def _reduce_at_once(self, chunk: Chunk) -> Generator[None]:
         """The only hop: rows -> out."""
-        (hop,) = self.hops
-        codec = self._codec(chunk.columns, hop, chunk.rows.dtype)
-        encode = partial(codec.encode, chunk.rows, **self._noise(chunk, hop.name))
-        received = yield from self._exchange(chunk, hop, codec, len(chunk.rows), encode)
-        self._decode_sum(codec, received, chunk.out, chunk.factor)
+        (leg,) = chunk.layout.legs
+        encode = partial(leg.on_wire.encode, chunk.rows, **self._noise(chunk, leg.hop.name))
+        received = yield from self._exchange(chunk, leg, encode)
+        self._decode_sum(leg.on_wire, received, chunk.out, chunk.factor)
 
     def _reduce_by_recoding(self, chunk: Chunk) -> Generator[None]:
         """rows -> node slice -> out, where the node slice is decoded, summed and encoded in one pass."""
-        last = self.hops[-1]
-        arrived, first = yield from self._send_in_node(chunk)
-        codec = self._codec(chunk.columns, last, torch.float32)
-        arrived_codec, sent_codec = in_one_space(first, codec)
-        assert isinstance(arrived_codec, BlockCodec)
-        assert isinstance(sent_codec, BlockCodec)
+        first, last = chunk.layout.legs
+        arrived = yield from self._send_in_node(chunk, first)
 
         def recode(sent: Tensor) -> None:
-            numel, noise = chunk.rows.shape[1], self._noise(chunk, last.name)
-            arrived_codec.recode(arrived, sent_codec, sent, numel, chunk.factor, **noise)
+            noise = self._noise(chunk, last.hop.name)
+            first.in_sums.recode(arrived, last.in_sums, sent, chunk.factor, **noise)
 
-        received = yield from self._exchange(chunk, last, codec, last.size, recode, "recode")
-        self._decode_sum(codec, received, chunk.out, 1.0)
+        received = yield from self._exchange(chunk, last, recode, "recode")
+        self._decode_sum(last.on_wire, received, chunk.out, 1.0)
 
     def _reduce_by_sums(self, chunk: Chunk) -> Generator[None]:
         """rows -> node slice [N, S] in fp32 -> out; or no further than the node slice, while sync is off."""
-        *before, last = self.hops
-        codec = self._codec(chunk.columns, last, torch.float32)
+        *before, last = chunk.layout.legs
+        number, errors, feedback = chunk.layout.number, chunk.layout.errors, self.feedback
         pending, sums = chunk.pending, chunk.pending
         if sums is None or sums.dtype != torch.float32:
             sums = self.wire.scratch.take(
-                f"reduce_scatter.sums.{chunk.number}",
-                *(last.size, chunk.rows.shape[1]),
+                f"reduce_scatter.sums.{number}",
+                *(last.hop.size, chunk.rows.shape[1]),
                 dtype=torch.float32,
                 device=chunk.rows.device,
             )
             sums.zero_() if pending is None else sums.copy_(pending)
-        sent_codec: Codec = codec
-        if before:
-            arrived, first = yield from self._send_in_node(chunk)
-            arrived_codec, sent_codec = in_one_space(first, codec)
-            self._decode_sum(arrived_codec, arrived, sums, chunk.factor, accumulate=True)
-        else:  # one rank a node: its own gradients are the node slice
+        for leg in before:
+            arrived = yield from self._send_in_node(chunk, leg)
+            self._decode_sum(leg.in_sums, arrived, sums, chunk.factor, accumulate=True)
+        if not before:  # one rank a node: its own gradients are the node slice
             sums.add_(chunk.rows, alpha=chunk.factor)
         if not self.sync_across:
             if pending is not None and pending is not sums:
@@ -307,61 +300,46 @@ class ReduceScatter:
             return
 
         def encode(sent: Tensor) -> None:
-            noise = self._noise(chunk, last.name)
-            if self.feedback is None:
-                sent_codec.encode(sums, sent, **noise)
-                return
-            assert isinstance(sent_codec, BlockCodec)  # Config allows feedback with integers only
-            self.feedback.add_to(chunk.number, sums, sent_codec)
-            sent_codec.encode(sums, sent, **noise)
-            self.feedback.keep(chunk.number, sums, sent, sent_codec)
+            if feedback is not None and errors is not None:
+                feedback.add_to(number, sums, errors)
+            last.in_sums.encode(sums, sent, **self._noise(chunk, last.hop.name))
+            if feedback is not None and errors is not None:
+                feedback.keep(number, sums, sent, errors)
 
-        received = yield from self._exchange(chunk, last, codec, last.size, encode, "recode")
-        self._decode_sum(codec, received, chunk.out, 1.0)
+        received = yield from self._exchange(chunk, last, encode, "recode")
+        self._decode_sum(last.on_wire, received, chunk.out, 1.0)
 
-    def _send_in_node(self, chunk: Chunk) -> Generator[None, None, tuple[Tensor, Codec]]:
-        """The first of two hops: what arrived [n, N, E1], and its codec."""
-        hop = self.hops[0]
-        codec = self._codec(chunk.columns, hop, chunk.rows.dtype)
-        encode = partial(codec.encode, chunk.rows, order=self._row_order, **self._noise(chunk, hop.name))
-        arrived = yield from self._exchange(chunk, hop, codec, len(chunk.rows), encode)
-        return arrived, codec
+    def _send_in_node(self, chunk: Chunk, leg: Leg) -> Generator[None, None, Tensor]:
+        """The first of two hops: what arrived [n, N, E1]."""
+        noise = self._noise(chunk, leg.hop.name)
+        encode = partial(leg.on_wire.encode, chunk.rows, order=self._row_order, **noise)
+        return (yield from self._exchange(chunk, leg, encode))
 
     def _exchange(
-        self,
-        chunk: Chunk,
-        hop: Hop,
-        codec: Codec,
-        rows: int,
-        fill: Callable[[Tensor], None],
-        what: str = "encode",
+        self, chunk: Chunk, leg: Leg, fill: Callable[[Tensor], None], what: str = "encode"
     ) -> Generator[None, None, Tensor]:
         """Let `fill` encode all rows [m * R, E], and swap them over the hop's m ranks: received [m, R, E]."""
-        shape = (hop.size, rows // hop.size, codec.row_bytes(chunk.rows.shape[1]))
-        take, tag = self.wire.scratch.take, f"reduce_scatter.{hop.name}.{chunk.number}"
+        take, tag = self.wire.scratch.take, f"reduce_scatter.{leg.hop.name}.{chunk.layout.number}"
         device = chunk.rows.device
-        sent, received = take(f"{tag}.sent", *shape, device=device), take(f"{tag}.got", *shape, device=device)
-        with record_function(str(Label("reduce_scatter", what, self.wire.unit))):
-            fill(sent.view(rows, -1))
-        yield from self.wire.all_to_all(hop, chunk.group, sent, received)
+        sent, received = (take(f"{tag}.{way}", *leg.shape, device=device) for way in ("sent", "got"))
+        with self.wire.label("reduce_scatter", what):
+            fill(sent.view(-1, leg.shape[-1]))
+        yield from self.wire.all_to_all(leg.hop, chunk.group, sent, received)
         return received
 
     def _decode_sum(
-        self, codec: Codec, received: Tensor, out: Tensor, factor: float, accumulate: bool = False
+        self, codec: HopCodec, received: Tensor, out: Tensor, factor: float, accumulate: bool = False
     ) -> None:
-        with record_function(str(Label("reduce_scatter", "decode", self.wire.unit))):
+        with self.wire.label("reduce_scatter", "decode"):
             codec.decode_sum(received, out, factor, accumulate)
-
-    def _codec(self, columns: Columns, hop: Hop, dtype: torch.dtype) -> Codec:
-        stochastic = self.config.rounding == "stochastic"
-        name = self.codec_names[hop.name]
-        codec = make_codec(name, dtype, self.config.block_size, self.config.rotate, stochastic)
-        return codec.with_block_starts(columns.block_starts)
 
     def _noise(self, chunk: Chunk, where: HopName | Literal["pending"]) -> Noise:
         """Seed and offset of stochastic rounding: never the same twice, the same when a run is repeated."""
-        who = f"{self.config.seed}/{self.wire.unit}/{where}/{self.wire.topology.rank}"
-        return {"seed": crc32(who.encode()) << 32 | self.calls & 0xFFFFFFFF, "offset": chunk.columns.at.start}
+        key = self._noise_keys.get(where)
+        if key is None:
+            who = f"{self.config.seed}/{self.wire.unit}/{where}/{self.wire.topology.rank}"
+            key = self._noise_keys[where] = crc32(who.encode()) << 32
+        return {"seed": key | self.calls & 0xFFFFFFFF, "offset": chunk.layout.at.start}
 
     def _as_it_is(
         self,
@@ -377,15 +355,6 @@ class ReduceScatter:
             output, gradients, op=op, group=group, async_op=async_op
         )
         return work
-
-
-def in_one_space(arrived: Codec, sent: Codec) -> tuple[Codec, Codec]:
-    """The codecs of two hops for the sums between them; see [Note: Rotated space]."""
-    if not (isinstance(arrived, BlockCodec) and isinstance(sent, BlockCodec)):
-        return arrived, sent
-    if not (arrived.fmt.rotate and sent.fmt.rotate):
-        return arrived, sent
-    return arrived.unrotated, sent.unrotated
 
 
 def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:

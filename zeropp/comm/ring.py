@@ -19,14 +19,15 @@ own reduce-scatter of bf16.
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.profiler import record_function
 
 from .chunks import column_chunks
+from .ledger import WorkKey
 from .pipeline import run_pipelined
 from .wire import Wire
 
@@ -52,13 +53,14 @@ def reduce_scatter_bf16(
         )
         return
     wire.count_flat_ring("reduce_scatter", out.numel() * WIRE_DTYPE.itemsize)
-    with record_function(f"zeropp::reduce_scatter.encode ({wire.unit})"):
+    with wire.label("reduce_scatter", "encode"):
         sent = rows.to(WIRE_DTYPE)
     reduced = torch.empty_like(out, dtype=WIRE_DTYPE)
-    with record_function(f"zeropp::reduce_scatter.flat ({wire.unit})"):
+    with wire.label("reduce_scatter", "flat"):
         dist.reduce_scatter_single(reduced.view(-1), sent.view(-1), op=op, group=group)
-    with record_function(f"zeropp::reduce_scatter.decode ({wire.unit})"):
+    with wire.label("reduce_scatter", "decode"):
         out.copy_(reduced)
+    _count_work(wire, rows, out)
 
 
 def _pass_around(
@@ -68,7 +70,7 @@ def _pass_around(
 
     Every rank sends and receives the chunks in the same order, so the k-th message is the same for both ends.
     """
-    ring, label = wire.topology.ring, f"zeropp::reduce_scatter.%s ({wire.unit})"
+    ring, label = wire.topology.ring, partial(wire.label, "reduce_scatter")
     size, place = len(ring), ring.index(wire.topology.rank)
     successor, predecessor = ring[(place + 1) % size], ring[place - 1]
     held, arriving, own = (
@@ -77,27 +79,35 @@ def _pass_around(
         )
         for name in ("held", "arriving", "own")
     )
-    with record_function(label % "encode"):
+    with label("encode"):
         _contribution(rows[predecessor], scale, held)
     for distance in range(2, size + 1):
-        with record_function(label % "flat"):
+        with label("flat"):
             messages = (
                 dist.irecv(arriving.view(torch.uint8), group=group, group_src=predecessor),
                 dist.isend(held.view(torch.uint8), group=group, group_dst=successor),
             )
-        with record_function(label % "encode"):
+        with label("encode"):
             _contribution(rows[ring[place - distance]], scale, own)
         yield
-        with record_function(label % "flat"):
+        with label("flat"):
             for message in messages:
                 if message is not None:
                     message.wait()
-        with record_function(label % "decode"):
+        with label("decode"):
             arriving.add_(own)  # [Note: Sums as NCCL makes them]
         held, arriving = arriving, held
-    with record_function(label % "decode"):
+    with label("decode"):
         out.copy_(held)
     wire.count_flat_ring("reduce_scatter", held.numel() * WIRE_DTYPE.itemsize)
+    _count_work(wire, rows, out)
+
+
+def _count_work(wire: Wire, rows: Tensor, out: Tensor) -> None:
+    """All rows became bf16 once; the own one came back."""
+    record = wire.ledger.record_work
+    record(WorkKey(wire.unit, "reduce_scatter", "flat", "encode", "bf16"), rows.numel())
+    record(WorkKey(wire.unit, "reduce_scatter", "flat", "decode", "bf16"), out.numel())
 
 
 def _contribution(row: Tensor, scale: Tensor | None, into: Tensor) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,13 +39,13 @@ class Scratch:
             buffer = self._buffers[tag] = empty_for_keeps(nbytes, device)
         return buffer[:nbytes].view(dtype).view(shape)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.numel() for buffer in self._buffers.values())
-
     def release(self) -> None:
         """Give up the memory. The next `take` allocates anew."""
         self._buffers.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._buffers.values())
 
 
 def empty_for_keeps(nbytes: int, device: torch.device) -> Tensor:
@@ -52,43 +54,77 @@ def empty_for_keeps(nbytes: int, device: torch.device) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-@dataclass(frozen=True)
+class Ring(NamedTuple):
+    """A ring over some ranks, in which each passes on all pieces but one."""
+
+    others: int
+    """Ranks besides this one."""
+    leaving: int
+    """Links of the ring that leave this rank's node, ..."""
+    in_node: int
+    """... and ranks of the ring that are on it."""
+
+    def sent_bytes(self, piece_bytes: int) -> tuple[int, int]:
+        """What a rank sends, and this rank's share of what leaves its node.
+
+        Only ranks whose successor is on another node send across. Which ones they are is an accident of
+        numbering, so the node's total is divided evenly.
+        """
+        wire_bytes = self.others * piece_bytes
+        return wire_bytes, wire_bytes * self.leaving // self.in_node
+
+
 class Wire:
     """What the comms of one unit share."""
 
-    unit: str
-    topology: Topology
-    ledger: Ledger
-    scratch: Scratch
+    def __init__(self, unit: str, topology: Topology, ledger: Ledger, scratch: Scratch) -> None:
+        self.unit = unit
+        self.topology = topology
+        self.ledger = ledger
+        self.scratch = scratch
+        self._flat_ring = self._ring_of([topology.ranks[position] for position in topology.ring])
+        self._rings: WeakKeyDictionary[ProcessGroup, Ring] = WeakKeyDictionary()
+        my_node = topology.node_of[topology.rank]
+        self._on_other_nodes = sum(node != my_node for node in topology.node_of)
+        self._labels: dict[tuple[Collective, str], str] = {}
+
+    def member(self, hop: Hop) -> int:
+        """This rank's place among those of the hop."""
+        return self.topology.rank if hop.group is None else hop.group.rank()
+
+    def label(self, collective: Collective, part: str) -> AbstractContextManager[Any]:
+        """Names what runs inside in a profile; see labels.py."""
+        text = self._labels.get((collective, part))
+        if text is None:
+            text = self._labels[collective, part] = str(Label(collective, part, self.unit))
+        return record_function(text)
 
     def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor) -> Generator[None]:
         """pieces [hop.size, ...]: each member has filled its own, and gets the others. Yields on the way."""
-        group = hop.group or group
-        me, label = group.rank(), str(Label("all_gather", hop.name, self.unit))
-        with record_function(label):
+        group, me = hop.group or group, self.member(hop)
+        with self.label("all_gather", hop.name):
             if _is_direct(hop, pieces):
                 works = _swap(group, {peer: (pieces[me], pieces[peer]) for peer in _peers(hop, me)})
             else:
                 works = [dist.all_gather_single(pieces.view(-1), pieces[me].view(-1), group, async_op=True)]
-        self.count_ring("all_gather", hop.name, group, pieces[me].numel() * pieces.itemsize)
+        self.count_ring("all_gather", hop.name, group, pieces.nbytes // hop.size)
         yield
-        with record_function(label):
+        with self.label("all_gather", hop.name):
             for work in works:
                 work.wait()
 
     def all_to_all(self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor) -> Generator[None]:
         """out[k] = what member k had in pieces[own rank]; both [hop.size, ...]. Yields on the way."""
-        group = hop.group or group
-        me, label = group.rank(), str(Label("reduce_scatter", hop.name, self.unit))
-        with record_function(label):
+        group, me = hop.group or group, self.member(hop)
+        with self.label("reduce_scatter", hop.name):
             if _is_direct(hop, pieces):
                 works = _swap(group, {peer: (pieces[peer], out[peer]) for peer in _peers(hop, me)})
                 out[me].copy_(pieces[me])
             else:
                 works = [dist.all_to_all_single(out.view(-1), pieces.view(-1), group=group, async_op=True)]
-        self._count_all_to_all(hop, pieces)
+        self._count_all_to_all(hop, pieces.nbytes // hop.size)
         yield
-        with record_function(label):
+        with self.label("reduce_scatter", hop.name):
             for work in works:
                 work.wait()
 
@@ -96,59 +132,41 @@ class Wire:
         self, collective: Collective, hop_name: str, group: ProcessGroup, piece_bytes: int
     ) -> None:
         """Record a ring over a group in which every rank passes on all pieces but one."""
-        ranks = dist.get_process_group_ranks(group)
-        wire_bytes = (len(ranks) - 1) * piece_bytes
-        across_bytes = self._ring_share_across(wire_bytes, ranks)
+        ring = self._rings.get(group)
+        if ring is None:
+            ring = self._rings[group] = self._ring_of(dist.get_process_group_ranks(group))
+        wire_bytes, across_bytes = ring.sent_bytes(piece_bytes)
         self.ledger.record(self.unit, collective, hop_name, wire_bytes=wire_bytes, across_bytes=across_bytes)
 
     def count_flat_ring(self, collective: Collective, piece_bytes: int) -> None:
         """Record a ring over all ranks, node by node, as NCCL has it, and zeropp's own."""
-        wire_bytes = (self.topology.size - 1) * piece_bytes
-        across_bytes = self._flat_ring_across(wire_bytes)
+        wire_bytes, across_bytes = self._flat_ring.sent_bytes(piece_bytes)
         self.ledger.record(self.unit, collective, "flat", wire_bytes=wire_bytes, across_bytes=across_bytes)
 
-    def _count_all_to_all(self, hop: Hop, pieces: Tensor) -> None:
-        piece_bytes = pieces.numel() * pieces.itemsize // hop.size
-        node = self.topology.node_of[self.topology.rank]
-        others_across = {
-            "in-node": 0,
-            "across": hop.size - 1,
-            "flat": sum(other != node for other in self.topology.node_of),
-        }[hop.name]
+    def _count_all_to_all(self, hop: Hop, piece_bytes: int) -> None:
+        others = hop.size - 1
+        others_across = {"in-node": 0, "across": others, "flat": self._on_other_nodes}[hop.name]
         self.ledger.record(
             self.unit,
             "reduce_scatter",
             hop.name,
-            wire_bytes=(hop.size - 1) * piece_bytes,
+            wire_bytes=others * piece_bytes,
             across_bytes=others_across * piece_bytes,
         )
 
     def count_baseline(self, collective: Collective, shard_numel: int) -> None:
         """Record what 16-bit FSDP2 would have sent for this call: a flat ring of 2-byte elements."""
-        wire_bytes = (self.topology.size - 1) * shard_numel * 2
-        self.ledger.record_baseline(
-            self.unit,
-            collective,
-            wire_bytes=wire_bytes,
-            across_bytes=self._flat_ring_across(wire_bytes),
-        )
+        wire_bytes, across_bytes = self._flat_ring.sent_bytes(2 * shard_numel)
+        self.ledger.record_baseline(self.unit, collective, wire_bytes=wire_bytes, across_bytes=across_bytes)
 
-    def _flat_ring_across(self, wire_bytes: int) -> int:
-        return self._ring_share_across(wire_bytes, [self.topology.ranks[p] for p in self.topology.ring])
-
-    def _ring_share_across(self, wire_bytes: int, ranks: Sequence[int]) -> int:
-        """This rank's share of what a ring over `ranks` sends out of its node, if each sends `wire_bytes`.
-
-        Only ranks whose successor is on another node send across. Which ones they are is an accident of
-        numbering, so the node's total is divided evenly.
-        """
+    def _ring_of(self, ranks: Sequence[int]) -> Ring:
         by_rank = dict(zip(self.topology.ranks, self.topology.node_of, strict=True))
         nodes, mine = [by_rank[rank] for rank in ranks], self.topology.node_of[self.topology.rank]
         leaving = sum(
             node == mine and successor != mine
             for node, successor in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
         )
-        return wire_bytes * leaving // nodes.count(mine)
+        return Ring(len(ranks) - 1, leaving, nodes.count(mine))
 
 
 def _is_direct(hop: Hop, pieces: Tensor) -> bool:

@@ -184,7 +184,7 @@ class Recorded:
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
     ) -> Any:
         self._meter.start()
-        with self._recorder.comm(lambda: self._meter.event(input_tensor, group)):
+        with self._recorder.comm(lambda: self._meter.event(group)):
             return self._comm(output_tensor, input_tensor, group, *args, **kwargs)
 
 

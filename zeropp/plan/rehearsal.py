@@ -119,8 +119,8 @@ class _Rehearsal:
                 unit.on_all_reduce(self._all_reduced(unit.name))
             if treatment.comms is not None and topology is not None:
                 all_gather, reduce_scatter = treatment.comms
-                gathers = HopMeter(Gather, treatment, topology, self._zpp.ledger)
-                reductions = HopMeter(Reduce, treatment, topology, self._zpp.ledger)
+                gathers = HopMeter(Gather, unit.name, topology, self._zpp.ledger)
+                reductions = HopMeter(Reduce, unit.name, topology, self._zpp.ledger)
                 unit.install(
                     Recorded(all_gather, gathers, self._recorder),
                     Recorded(reduce_scatter, reductions, self._recorder),

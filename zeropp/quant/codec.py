@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -113,9 +112,11 @@ class BlockCodec(Codec):
     def __init__(self, fmt: BlockFormat, block_starts: tuple[int, ...] = ()) -> None:
         self.fmt = fmt
         self.block_starts = block_starts
+        self._known_parts: dict[int, tuple[tuple[slice, slice], ...]] = {}
 
     def row_bytes(self, numel: int) -> int:
-        return sum(self.fmt.row_bytes(stop - start) for start, stop in self._runs(numel))
+        end: int = self._parts(numel)[-1][1].stop
+        return end
 
     def with_block_starts(self, starts: tuple[int, ...]) -> BlockCodec:
         return BlockCodec(self.fmt, starts)
@@ -176,21 +177,22 @@ class BlockCodec(Codec):
                 self.fmt, encoded[..., at], into.fmt, out[:, into_at], size, factor, seed, start
             )
 
-    def _runs(self, numel: int) -> Iterator[tuple[int, int]]:
-        """Columns from one block start to the next."""
+    def _parts(self, numel: int) -> tuple[tuple[slice, slice], ...]:
+        """Columns from one block start to the next, and where in an encoded row they are."""
+        parts = self._known_parts.get(numel)
+        if parts is not None:
+            return parts
         if self.block_starts and self.block_starts[-1] >= numel:
             raise ValueError(
                 f"block_starts is {self.block_starts}; expected columns of a row of {numel} elements"
             )
-        return pairwise((0, *self.block_starts, numel))
-
-    def _parts(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        """Columns, and where in an encoded row they are."""
-        position = 0
-        for start, stop in self._runs(numel):
+        found, position = [], 0
+        for start, stop in pairwise((0, *self.block_starts, numel)):
             end = position + self.fmt.row_bytes(stop - start)
-            yield slice(start, stop), slice(position, end)
+            found.append((slice(start, stop), slice(position, end)))
             position = end
+        parts = self._known_parts[numel] = tuple(found)
+        return parts
 
 
 def make_codec(

@@ -1,0 +1,264 @@
+"""The layout of one unit's buffers in one direction: how they are cut, and what each chunk is sent as.
+
+All of it follows from Config, hops, the number of elements and their dtype, so it is built once, at the first
+call, and used by every later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar, TypeVarTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ..config import CodecName, Config
+from ..labels import Collective
+from ..quant import QUANTIZABLE_DTYPES, BlockCodec, BlockFormat, Codec, make_codec
+from ..quant.formats import RowOrder
+from ..topology import Hop, HopName
+from .chunks import column_chunks
+from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
+from .wire import Wire
+
+MAX_LAYOUTS = 32
+"""Kept by each comm. Gathers have one; a reduction has one for each set of parameters with gradients."""
+
+
+class HopCodec:
+    """The codec of one chunk on one hop: rows of `numel` elements. What it does is counted in the ledger."""
+
+    def __init__(
+        self, ledger: Ledger, unit: str, collective: Collective, hop: str, name: str, codec: Codec, numel: int
+    ) -> None:
+        self.name = name
+        """In the words of `Config`."""
+        self.codec = codec
+        self.numel = numel
+        self.row_bytes = codec.row_bytes(numel)
+        self._ledger = ledger
+        self._keys = {
+            operation: WorkKey(unit, collective, hop, operation, name) for operation in get_args(Operation)
+        }
+
+    def encode(
+        self,
+        source: Tensor,
+        out: Tensor,
+        order: RowOrder | None = None,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        self.codec.encode(source, out, order, seed, offset)
+        self._count("encode", source.shape[0])
+
+    def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+        self.codec.decode(encoded, out, order)
+        self._count("decode", encoded.shape[0])
+
+    def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
+        self.codec.decode_sum(encoded, out, factor, accumulate)
+        self._count("decode_sum", encoded.shape[0] * encoded.shape[1])
+
+    def recode(
+        self,
+        encoded: Tensor,
+        into: HopCodec,
+        out: Tensor,
+        factor: float = 1.0,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        assert isinstance(self.codec, BlockCodec)
+        assert isinstance(into.codec, BlockCodec)
+        self.codec.recode(encoded, into.codec, out, self.numel, factor, seed, offset)
+        self._count("recode_from", encoded.shape[0] * encoded.shape[1])
+        into._count("recode_to", out.shape[0])
+
+    def _count(self, operation: Operation, rows: int) -> None:
+        self._ledger.record_work(self._keys[operation], rows * self.numel)
+
+
+@dataclass(frozen=True)
+class GatherChunk:
+    """A chunk of the weights of one unit: some columns of a shard [S], and of all shards [W, S]."""
+
+    number: int
+    at: slice
+    sent: HopCodec
+    """Encodes the shard for the first hop; the node shard is encoded so, too."""
+    received: HopCodec
+    """Decodes what the last hop brings."""
+    kept: HopCodec
+    """The node shard, where it is decoded and encoded in place: with differences."""
+    difference: HopCodec | None
+    """What the first hop sends of differences, if the buffer can have any."""
+
+    @property
+    def encodes_for_node(self) -> bool:
+        """Whether the last hop sends something else than what is kept."""
+        return self.received.codec is not self.sent.codec
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One hop of a chunk of gradients."""
+
+    hop: Hop
+    on_wire: HopCodec
+    in_sums: HopCodec
+    """The same bytes in the space of the sums between two hops: [Note: Rotated space] in
+    reduce_scatter.py."""
+    shape: tuple[int, int, int]
+    """Of what is sent, and of what arrives: members of the hop, rows for each, bytes of a row."""
+
+
+@dataclass(frozen=True)
+class ErrorCodecs:
+    """For error feedback."""
+
+    kept: HopCodec
+    """Kept errors: eight bits in the blocks of what is sent."""
+    sent: HopCodec
+    """The bytes that were sent, to see what they have lost."""
+
+
+@dataclass(frozen=True)
+class ReduceChunk:
+    """A chunk of the gradients of one unit: some columns of [W, S]."""
+
+    number: int
+    at: slice
+    legs: tuple[Leg, ...]
+    """In order of the hops."""
+    errors: ErrorCodecs | None
+    """With error feedback."""
+
+
+Key = TypeVarTuple("Key")
+Chunk = TypeVar("Chunk")
+
+
+class Layouts(Generic[Chunk, *Key]):
+    """Layouts of one comm, by all that they depend on and that a call may change. Built when first needed."""
+
+    def __init__(self, build: Callable[[*Key], tuple[Chunk, ...]]) -> None:
+        self._build = build
+        self._built: dict[tuple[*Key], tuple[Chunk, ...]] = {}
+
+    def of(self, *key: *Key) -> tuple[Chunk, ...]:
+        """The chunks of a buffer."""
+        chunks = self._built.get(key)
+        if chunks is None:
+            if len(self._built) >= MAX_LAYOUTS:
+                self._built.clear()
+            chunks = self._built[key] = self._build(*key)
+        return chunks
+
+
+def gather_chunks(
+    wire: Wire,
+    hops: tuple[Hop, ...],
+    config: Config,
+    parameters: tuple[int, ...],
+    numel: int,
+    dtype: torch.dtype,
+) -> tuple[GatherChunk, ...]:
+    """The chunks of weights of `numel` elements a shard, given the elements of each parameter."""
+    is_float = dtype in QUANTIZABLE_DTYPES  # not the raw bytes of a unit with several dtypes
+    takes_differences = config.weights == "delta-int4" and hops[0].name == "across" and is_float
+    kept_name = kept_codec_name(hops, config, dtype)
+    received_name = kept_name
+    if takes_differences and len(hops) == 2 and config.delta_in_node != "bf16":
+        received_name = config.delta_in_node
+    # With one hop, differences stop at the node shard, which is decoded where it is.
+    received_on = NODE_SHARD if takes_differences and len(hops) == 1 else hops[-1].name
+    chunks = []
+    for number, columns in enumerate(column_chunks(numel, config.block_size, parameters, most=config.chunks)):
+        size, starts = columns.at.stop - columns.at.start, columns.block_starts
+        kept = make_codec(kept_name, dtype, config.block_size).with_block_starts(starts)
+        received, difference = kept, None
+        on_hop = partial(HopCodec, wire.ledger, wire.unit, "all_gather")
+        if received_name != kept_name:
+            received = make_codec(received_name, dtype, config.block_size).with_block_starts(starts)
+        if takes_differences:
+            codec = BlockCodec(BlockFormat(4, config.block_size), starts)
+            difference = on_hop(hops[0].name, "int4", codec, size)
+        chunks.append(
+            GatherChunk(
+                number,
+                columns.at,
+                sent=on_hop(hops[0].name, kept_name, kept, size),
+                received=on_hop(received_on, received_name, received, size),
+                kept=on_hop(NODE_SHARD, kept_name, kept, size),
+                difference=difference,
+            )
+        )
+    return tuple(chunks)
+
+
+def kept_codec_name(hops: tuple[Hop, ...], config: Config, dtype: torch.dtype) -> CodecName:
+    """Codec of the node shard; without one, of the only hop."""
+    if dtype not in QUANTIZABLE_DTYPES:
+        return "none"
+    if config.weights != "delta-int4":
+        return config.weights
+    if hops[0].name != "across":  # one node: there is no hop for differences
+        return config.delta_in_node
+    return "none" if dtype == torch.float16 else "bf16"
+
+
+def reduce_chunks(
+    wire: Wire,
+    hops: tuple[Hop, ...],
+    config: Config,
+    names: Mapping[HopName, CodecName],
+    numel: int,
+    dtype: torch.dtype,
+    parameters: tuple[int, ...],
+    at_once: bool,
+) -> tuple[ReduceChunk, ...]:
+    """The chunks of gradients [W, `numel`]. at_once: there are no sums in fp32 before the last hop."""
+    last = len(hops) - 1
+    chunks = []
+    for number, columns in enumerate(column_chunks(numel, config.block_size, parameters, most=config.chunks)):
+        size = columns.at.stop - columns.at.start
+        codecs = [
+            make_codec(
+                names[hop.name],
+                dtype if at_once or position < last else torch.float32,
+                config.block_size,
+                config.rotate,
+                config.rounding == "stochastic",
+            ).with_block_starts(columns.block_starts)
+            for position, hop in enumerate(hops)
+        ]
+        in_sums = codecs if last == 0 else in_one_space(codecs[0], codecs[1])
+        on_hop = partial(HopCodec, wire.ledger, wire.unit, "reduce_scatter")
+        legs, rows = [], wire.topology.size
+        for hop, codec, inside in zip(hops, codecs, in_sums, strict=True):
+            on_wire, in_sum = (on_hop(hop.name, names[hop.name], c, size) for c in (codec, inside))
+            legs.append(Leg(hop, on_wire, in_sum, (hop.size, rows // hop.size, on_wire.row_bytes)))
+            rows //= hop.size
+        errors = None
+        sent = in_sums[-1]
+        if config.error_feedback and hops[-1].name == "across":
+            assert isinstance(sent, BlockCodec)  # Config allows feedback with integers only
+            eight_bits = BlockCodec(BlockFormat(8, sent.fmt.block_size), sent.block_starts)
+            errors = ErrorCodecs(
+                kept=on_hop(KEPT_ERRORS, "int8", eight_bits, size),
+                sent=on_hop(KEPT_ERRORS, names[hops[-1].name], sent, size),
+            )
+        chunks.append(ReduceChunk(number, columns.at, tuple(legs), errors))
+    return tuple(chunks)
+
+
+def in_one_space(arrived: Codec, sent: Codec) -> list[Codec]:
+    """The codecs of two hops for the sums between them; see [Note: Rotated space] in reduce_scatter.py."""
+    if not (isinstance(arrived, BlockCodec) and isinstance(sent, BlockCodec)):
+        return [arrived, sent]
+    if not (arrived.fmt.rotate and sent.fmt.rotate):
+        return [arrived, sent]
+    return [arrived.unrotated, sent.unrotated]
