@@ -263,31 +263,6 @@ def test_weights_changed_behind_our_back_are_an_error(ranks: Ranks) -> None:
         assert errors["load_state_dict"] == errors["load_part"] == "no error"
 
 
-def _edit_with_streams() -> tuple[str, str]:
-    """As on a device with streams: nothing is read in the gather, the next step raises."""
-    trainer = Trainer(ON_2X2)
-    trainer.net.blocks[1].requires_grad_(False)
-    trainer.step()
-    assert trainer.zpp is not None
-    for treatment in trainer.zpp.treatments:
-        assert treatment.comms is not None
-        node_shard = treatment.comms.all_gather.node_shard
-        assert node_shard is not None
-        node_shard.check_on_host = False
-    trainer.evaluate()
-    with torch.no_grad():
-        for p in trainer.net.blocks[1].parameters():
-            local(p).mul_(0.5)
-    during = error_of(trainer.backward)
-    return during, error_of(trainer.optimizer.step)
-
-
-def test_with_streams_an_edit_is_an_error_at_the_next_step(ranks: Ranks) -> None:
-    for during, at_step in ranks.run(_edit_with_streams):
-        assert during == "no error"
-        assert "StaleWeightsError: the weights of unit 'blocks.1' changed" in at_step
-
-
 def _edit_and_tell() -> tuple[float, float]:
     losses = []
     for secondary in (True, False):

@@ -5,6 +5,14 @@ private in FSDP2.
 `_check` runs in every `find_units`, so before anything is changed: all that is read here must be there and be
 of the type that we know. What differs between versions of torch is in the two readers, and nowhere else. A
 version outside `TESTED` is warned about and used if the check passes.
+
+[Note: Operations on parameters]
+A sharded parameter is a DTensor. An in-place operation on it (p.add_, p.copy_, p.lerp_) is one on all ranks,
+also on those whose shard is empty: DTensor asks that of every program. It moves the DTensor's version
+counter, so this is a change that all ranks see alike. Operations on what is inside (p.data, p.to_local(),
+loads of torch.distributed.checkpoint into the tensors) may differ between ranks, and do not move it; nor do
+foreach and fused operations, so optimizers need hooks. A program that operates on a DTensor on some ranks
+only breaks DTensor's rule, and hangs here: those ranks send, and the others do not.
 """
 
 from __future__ import annotations
@@ -161,9 +169,9 @@ class Unit:
     def is_hsdp(self) -> bool:
         return bool(self._param_groups[0]._is_hsdp)
 
-    def is_changed_by(self, optimizer_params: set[int]) -> bool:
-        """Whether an optimizer with these parameters (by id) can change the unit's weights."""
-        return any(id(p) in optimizer_params and (p.requires_grad or p.grad is not None) for p in self.params)
+    def version(self) -> list[int]:
+        """Moves with in-place operations on a parameter, on all ranks: [Note: Operations on parameters]."""
+        return [0 if p.is_inference() else p._version for p in self.params]
 
     def gather_lengths(self) -> tuple[int, ...]:
         """Elements of each parameter in a rank's shard, padding included, in the order in which weights are

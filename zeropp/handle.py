@@ -1,10 +1,10 @@
 """`apply`, and the `ZeroPP` it returns: which unit is treated how, and what happens to the model meanwhile.
 
 [Note: What tells us that weights changed]
-Optimizer steps: torch's global step hooks; only units with a parameter in that optimizer count, and of those
-only what it can change, so frozen units are sent once and never again. State-dict loads: a hook on every
-module that owns a parameter of the unit. Anything else: `ZeroPP.invalidate()`. `tensor._version` is no help:
-foreach and fused optimizers do not move it.
+Optimizer steps: torch's global step hooks, see optimizer_steps.py; only units with a parameter in that
+optimizer count, and of those only what it can change, so frozen units are sent once and never again.
+State-dict loads: a hook on every module that owns a parameter of the unit. In-place operations on a
+parameter: its version, see [Note: Operations on parameters] in fsdp.py. Anything else: `ZeroPP.invalidate()`.
 
 [Note: Lifetime]
 FSDP2 holds our comms, our comms hold their `ZeroPP` (as `owner`), torch's global hooks hold it only weakly.
@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .comm import AllGather, Ledger, ReduceScatter, Scratch, raise_if_stale
+from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch
 from .comm.ledger import render
 from .config import Config
 from .fsdp import Unit, find_units
 from .kept import Kept
+from .optimizer_steps import OptimizerSteps
 from .treatment import Treatment, choose_configs, treat
 from .zero_grad import listen
 
@@ -49,6 +48,7 @@ class ZeroPP:
         treatments: list[Treatment],
         ledger: Ledger,
         scratch: Scratch,
+        alarm: Alarm,
     ) -> None:
         self.config = config
         self.overrides = dict(overrides)
@@ -56,6 +56,8 @@ class ZeroPP:
         self.ledger = ledger
         """What this rank sent, per unit, collective and hop."""
         self._scratch = scratch
+        self._alarm = alarm
+        weakref.finalize(self, alarm.log_if_known)
         self._handles: list[Any] = []
         self._accumulates = False
 
@@ -66,6 +68,7 @@ class ZeroPP:
         step, and "pending" what comes on top in one that accumulates without cross-node sync. Scratch, which
         all units share, is not in it: see `communication_bytes`.
         """
+        self._alarm.raise_if_any()
         rows = [treatment.describe() for treatment in self.treatments]
         table = Table(title=f"zeropp on {len(rows)} units")
         for column in rows[0]:
@@ -110,7 +113,9 @@ class ZeroPP:
             raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
         # Everything that can fail comes before the first change.
         chosen = choose_configs([treatment.unit for treatment in self.treatments], config, overrides)
-        treatments = [treat(unit, own, self.ledger, self._scratch) for unit, own in chosen.items()]
+        treatments = [
+            treat(unit, own, self.ledger, self._scratch, self._alarm) for unit, own in chosen.items()
+        ]
         for old, new in zip(self.treatments, treatments, strict=True):
             if old.comms is not None and new.comms is not None:
                 new.comms.take_over(old.comms)
@@ -130,6 +135,7 @@ class ZeroPP:
         Every rank saves its own, beside the model and the optimizer; `torch.load` with `weights_only=True`
         reads it.
         """
+        self._alarm.raise_if_any()
         units = {
             treatment.unit.name: {"weights": gather.state_dict(), "gradients": reduce.state_dict()}
             for treatment, gather, reduce in self._installed()
@@ -225,6 +231,7 @@ class ZeroPP:
     def remove(self) -> None:
         """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
         self._raise_if_pending()
+        self._alarm.raise_if_any()
         for treatment, _, _ in self._installed():
             treatment.unit.restore()
             treatment.comms = None
@@ -252,13 +259,9 @@ class ZeroPP:
             if reduce_scatter.feedback is not None:
                 self._handles += treatment.unit.on_load(reduce_scatter.feedback.reset)
                 treatment.unit.send_unused_gradients()  # kept errors need one layout in every step
-        step_hooks = [
-            register_optimizer_step_pre_hook(_on_step(weakref.ref(self), ZeroPP._before_step)),
-            register_optimizer_step_post_hook(_on_step(weakref.ref(self), ZeroPP._after_step)),
-        ]
-        self._handles += step_hooks
-        for hook in step_hooks:
-            weakref.finalize(self, hook.remove)
+        installed = [(t.unit, gather, reduce) for t, gather, reduce in self._installed()]
+        self._steps = OptimizerSteps(installed, self._alarm)
+        self._handles += self._steps.register()
 
     def _installed(self) -> Iterator[tuple[Treatment, AllGather, ReduceScatter]]:
         return ((t, *t.comms) for t in self.treatments if t.comms is not None)
@@ -289,24 +292,6 @@ class ZeroPP:
                 "gradients_pending='bf16' half of pending gradients, error_feedback=False kept errors",
                 *(f"{shards:,}", kept.describe()),
             )
-
-    def _before_step(self, optimizer_params: set[int]) -> None:
-        installed = list(self._installed())
-        stepping = [t.unit.name for t, _, _ in installed if t.unit.is_changed_by(optimizer_params)]
-        pending = [t.unit.name for t, _, reduce_scatter in installed if reduce_scatter.pending is not None]
-        if wrong := [name for name in pending if name in stepping]:
-            raise RuntimeError(
-                f"optimizer.step() while gradients of {', '.join(wrong)} are only summed inside their node: "
-                "call set_requires_cross_node_sync(True) before the backward of the last micro-batch, or "
-                "flush() after it"
-            )
-        if stepping:  # of this model: frozen units are checked, too
-            raise_if_stale([gather.node_shard for _, gather, _ in installed if gather.node_shard is not None])
-
-    def _after_step(self, optimizer_params: set[int]) -> None:
-        for treatment, all_gather, _ in self._installed():
-            if treatment.unit.is_changed_by(optimizer_params):
-                all_gather.after_step()
 
 
 def apply(
@@ -342,12 +327,12 @@ def apply(
     if previous is not None and same and all(treatment.has_its_groups for treatment in previous.treatments):
         return previous
     # Everything that can fail comes before the first change to the model.
-    ledger, scratch = Ledger(), Scratch()
+    ledger, scratch, alarm = Ledger(), Scratch(), Alarm()
     chosen = choose_configs(units, config, overrides)
-    treatments = [treat(unit, chosen[unit], ledger, scratch) for unit in units]
+    treatments = [treat(unit, chosen[unit], ledger, scratch, alarm) for unit in units]
     if previous is not None:
         previous.remove()
-    zpp = ZeroPP(config, overrides, treatments, ledger, scratch)
+    zpp = ZeroPP(config, overrides, treatments, ledger, scratch, alarm)
     zpp._install()
     _log(zpp)
     zpp._warn_if_large(sum((replace(t.will_keep(), pending=0) for t in treatments), Kept()))
@@ -388,14 +373,3 @@ def _log(zpp: ZeroPP) -> None:
                 "zeropp: unit %(unit)s, %(nodes)s: weights %(weights)s, gradients %(gradients)s. %(notes)s",
                 row,
             )
-
-
-def _on_step(
-    zpp: weakref.ref[ZeroPP], react: Callable[[ZeroPP, set[int]], None]
-) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = zpp()
-        if alive is not None:
-            react(alive, {id(p) for group in optimizer.param_groups for p in group["params"]})
-
-    return hook

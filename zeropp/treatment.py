@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .comm import AllGather, Ledger, ReduceScatter, Scratch, Wire
+from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch, Wire
 from .config import Config
 from .fsdp import Unit
 from .kept import Kept
@@ -120,7 +120,7 @@ def choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Co
     return chosen
 
 
-def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treatment:
+def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch, alarm: Alarm) -> Treatment:
     """Decide how the unit is treated. Changes nothing in the model, but may create process groups."""
     treatment = Treatment(unit, config, left_alone=unit.why_left_alone())
     if treatment.left_alone or unit.group is None:
@@ -133,11 +133,11 @@ def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch) -> Treat
         hops = back = topology.hops()
         if treatment.separates_reductions:
             back = topology.hops("_reduce")
-    wire = Wire(unit.name, topology, ledger, scratch)
+    wire = Wire(unit.name, topology, ledger, scratch, alarm)
     as_they_are = _why_weights_stay(unit)
     plain_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
     treatment.comms = Comms(
-        AllGather(wire, hops, plain_weights if as_they_are else config, unit.gather_lengths()),
+        AllGather(wire, hops, plain_weights if as_they_are else config, unit.gather_lengths(), unit.version),
         ReduceScatter(wire, back[::-1], config, treatment.gradients, unit.reduce_lengths),
     )
     if config.weights != "none" and as_they_are:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropp.comm import NodeShard, StaleWeightsError, raise_if_stale
+from zeropp.comm import Alarm, NodeShard, StaleWeightsError
 from zeropp.comm.node_shard import Send, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
@@ -39,9 +39,9 @@ def test_a_fingerprint_is_small() -> None:
     assert fingerprint(torch.zeros(3_000_000)).numel() <= 3 * 8 * 1021
 
 
-def filled(check_on_host: bool | None) -> tuple[NodeShard, torch.Tensor]:
+def filled() -> tuple[NodeShard, torch.Tensor]:
     shard = torch.randn(3000)
-    node_shard = NodeShard("layers.7", check_on_host=check_on_host)
+    node_shard = NodeShard("layers.7")
     node_shard.buffer(0, 2, 64, shard.device).zero_()
     node_shard.gathered(Send.WEIGHTS, fingerprint(shard))
     return node_shard, shard
@@ -73,6 +73,30 @@ def test_what_a_gather_sends_follows_from_what_happened(takes_differences: bool)
     assert sent == [weights, nothing, changed, changed, weights, changed, weights, weights]
 
 
+def test_a_version_that_moved_by_itself_is_a_change_of_all() -> None:
+    version = 0
+    node_shard = NodeShard("layers.7", takes_differences=True, weights_version=lambda: version)
+    sent = []
+
+    def gather() -> None:
+        node_shard.notice_operations()
+        sent.append(send := node_shard.next_send)
+        node_shard.gathered(send, None if send is Send.NOTHING else fingerprint(torch.zeros(10)))
+
+    gather()
+    version += 1  # an optimizer that moves it, and says so
+    node_shard.weights_changed()
+    gather()
+    gather()
+    version += 1  # a load into the parameters
+    gather()
+    version += 1
+    node_shard.weights_changed()
+    version += 1  # a load right after a step
+    gather()
+    assert sent == [Send.WEIGHTS, Send.DIFFERENCE, Send.NOTHING, Send.WEIGHTS, Send.WEIGHTS]
+
+
 def test_a_checkpoint_holds_only_what_has_a_history() -> None:
     node_shard = NodeShard("layers.7", takes_differences=True)
     assert node_shard.state_dict(0) == {}
@@ -94,34 +118,20 @@ def test_a_checkpoint_holds_only_what_has_a_history() -> None:
 
 
 def test_on_cpu_a_mismatch_raises_at_once() -> None:
-    node_shard, shard = filled(check_on_host=None)
-    node_shard.check(shard)
+    node_shard, shard = filled()
+    alarm = Alarm()
+    node_shard.check(shard, alarm)
     shard[5] = 7.0
     with pytest.raises(StaleWeightsError, match=r"unit 'layers.7'.*call invalidate\(\) on every rank"):
-        node_shard.check(shard)
+        node_shard.check(shard, alarm)
     node_shard.invalidate()
     assert node_shard.next_send is Send.WEIGHTS
 
 
-def test_with_streams_a_mismatch_is_flagged_and_raised_later() -> None:
-    """What devices with streams do: no host read in the gather. Here on CPU tensors."""
-    node_shard, shard = filled(check_on_host=False)
-    shard[5] = 7.0
-    node_shard.check(shard)
-    shard[5] = 8.0
-    node_shard.check(shard)
-    untouched, same = filled(check_on_host=False)
-    untouched.unit = "layers.8"
-    untouched.check(same)
-    with pytest.raises(StaleWeightsError, match=r"weights of unit 'layers.7' changed"):
-        raise_if_stale([untouched, node_shard])
-    raise_if_stale([untouched, node_shard])  # said once
-
-
 def test_a_shard_of_another_size_is_a_mismatch() -> None:
-    node_shard, shard = filled(check_on_host=None)
+    node_shard, shard = filled()
     with pytest.raises(StaleWeightsError):
-        node_shard.check(shard[:2000])
+        node_shard.check(shard[:2000], Alarm())
 
 
 def test_memory_made_in_inference_mode_can_be_written_in_training() -> None:

@@ -1,12 +1,14 @@
 """The two collectives, their wire and their ledger. Knows nothing of FSDP2 but how it calls a comm."""
 
+from .alarm import Alarm, StaleWeightsError
 from .all_gather import AllGather
 from .ledger import Ledger, Traffic
-from .node_shard import NodeShard, StaleWeightsError, raise_if_stale
+from .node_shard import NodeShard
 from .reduce_scatter import ReduceScatter
 from .wire import Scratch, Wire
 
 __all__ = [
+    "Alarm",
     "AllGather",
     "Ledger",
     "NodeShard",
@@ -15,5 +17,4 @@ __all__ = [
     "StaleWeightsError",
     "Traffic",
     "Wire",
-    "raise_if_stale",
 ]

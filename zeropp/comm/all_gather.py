@@ -21,7 +21,7 @@ itself must come before the first chunk is decoded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -59,7 +59,12 @@ class AllGather:
     """Takes the place of FSDP2's all-gather in one unit."""
 
     def __init__(
-        self, wire: Wire, hops: tuple[Hop, ...], config: Config, parameters: Sequence[int] = ()
+        self,
+        wire: Wire,
+        hops: tuple[Hop, ...],
+        config: Config,
+        parameters: Sequence[int] = (),
+        weights_version: Callable[[], object] = lambda: None,
     ) -> None:
         self.wire = wire
         self.parameters = tuple(parameters)
@@ -74,6 +79,7 @@ class AllGather:
                 wire.unit,
                 takes_differences=config.weights == "delta-int4",
                 refresh_every=config.refresh_every,
+                weights_version=weights_version,
             )
         self.owner: Any = None
         """Whoever installed this comm; keeps it alive with the model."""
@@ -144,12 +150,15 @@ class AllGather:
         if numel == 0:
             return None
         refuse_capture(self.wire.unit, input_tensor.device)
+        self.wire.alarm.raise_if_known()
 
         out, kept = output_tensor.view(world_size, -1), self.node_shard
         with nullcontext() if kept is None else kept.in_use(input_tensor.device):
+            if kept is not None:
+                kept.notice_operations()
             send = Send.WEIGHTS if kept is None else kept.next_send
             if kept is not None and send is Send.NOTHING:
-                kept.check(input_tensor)
+                kept.check(input_tensor, self.wire.alarm)
             # Taken now: see [Note: Own slot]
             source = fingerprint(input_tensor) if kept is not None and send is not Send.NOTHING else None
             chunks = self._layouts.of(numel, dtype)

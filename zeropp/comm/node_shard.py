@@ -4,22 +4,27 @@ may be used again.
 [Note: Freshness]
 A rank that reuses its node shard skips a collective, so all ranks of a group must decide alike. They decide
 on `state`, which changes only where all ranks do the same thing: a gather fills it; an optimizer step, a
-state-dict load or `invalidate()` clears it. Never on the content of a tensor, which differs between ranks.
+state-dict load, an operation on a parameter or `invalidate()` clears it. Never on the content of a tensor,
+which differs between ranks.
 
     EMPTY --gather--> FRESH --optimizer step--> BEHIND --gather--> FRESH
-    any state --invalidate(), state-dict load--> EMPTY
+    any state --invalidate(), state-dict load, operation on a parameter--> EMPTY
 
 What is BEHIND still serves as the reference of differences: [Note: Full sends] in differences.py.
 
-Weights changed in another way (under no_grad, through `p.data`, by a load straight into the tensors) would be
-trained on stale. So each reuse compares a fingerprint of the rank's own shard with the one it was encoded
-from. A mismatch is an error: raised at once on CPU; on devices with streams flagged on the device, without a
-host synchronization, and raised by `raise_if_stale` at the next optimizer step of the model.
+Operations on a parameter itself are seen by its version: [Note: Operations on parameters] in fsdp.py. They
+are no optimizer's steps, and may change all of it, so no difference is sent.
+
+Weights changed in another way (through `p.data` or `p.to_local()`, by a load straight into the tensors) would
+be trained on stale. So each reuse compares a fingerprint of the rank's own shard with the one it was encoded
+from. A mismatch is an error: raised at once on CPU, as soon as the device has told on devices with streams:
+[Note: No waiting] in alarm.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -27,13 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .alarm import Alarm
 from .wire import empty_for_keeps
 
+logger = logging.getLogger("zeropp")
+
 FINGERPRINT_LANES = 1021  # a prime, so that moved rows of a matrix land in other lanes
-
-
-class StaleWeightsError(RuntimeError):
-    """Weights changed without zeropp being told, while a node shard of the old ones was in use."""
 
 
 class State(Enum):
@@ -64,7 +68,7 @@ class NodeShard:
         *,
         takes_differences: bool = False,
         refresh_every: int = 0,
-        check_on_host: bool | None = None,
+        weights_version: Callable[[], object] = lambda: None,
     ) -> None:
         self.unit = unit
         self.state = State.EMPTY
@@ -72,10 +76,9 @@ class NodeShard:
         self.refresh_every = refresh_every
         self.differences = 0
         """Sent since the weights were."""
-        self.check_on_host = check_on_host
-        """None: on CPU, where it costs nothing."""
-        self.mismatch: Tensor | None = None
-        """Whether a check has failed, on the device; None if there was none."""
+        self._weights_version = weights_version
+        """Another one after every operation on the weights that all ranks run alike."""
+        self._told_version = weights_version()
         self._kept: dict[int, Tensor] = {}
         self._restored: dict[int, Tensor] = {}
         """Own rows from a checkpoint, by chunk, until a gather has put them in place."""
@@ -136,7 +139,13 @@ class NodeShard:
         self.differences = self.differences + 1 if sent is Send.DIFFERENCE else 0
         self.state = State.FRESH
 
-    def check(self, shard: Tensor) -> None:
+    def notice_operations(self) -> None:
+        """Before a gather: weights may have been operated on without a word; see [Note: Freshness]."""
+        if self._weights_version() != self._told_version:
+            logger.debug("zeropp: unit %s was changed in place, and is sent anew", self.unit)
+            self.invalidate()
+
+    def check(self, shard: Tensor, alarm: Alarm) -> None:
         """Compare `shard` with what the kept bytes were encoded from; see [Note: Freshness]."""
         assert self._fingerprint is not None
         self._fingerprint = self._fingerprint.to(shard.device)
@@ -146,10 +155,7 @@ class NodeShard:
             if now.shape != self._fingerprint.shape
             else (now != self._fingerprint).any()
         )
-        self.mismatch = mismatch if self.mismatch is None else self.mismatch | mismatch
-        on_host = shard.device.type == "cpu" if self.check_on_host is None else self.check_on_host
-        if on_host:
-            raise_if_stale([self])
+        alarm.report(self.unit, mismatch)
 
     def state_dict(self, row: int) -> dict[str, Any]:
         """For a checkpoint: one row of every chunk; other ranks have the others. Only differences have a
@@ -176,11 +182,13 @@ class NodeShard:
 
     def weights_changed(self) -> None:
         """The next gather sends the weights again, or what changed. The memory is kept for it."""
+        self._told_version = self._weights_version()
         if self.state is State.FRESH:
             self.state = State.BEHIND
 
     def invalidate(self) -> None:
         """The weights are others now: the next gather sends all of them. The memory is kept for it."""
+        self._told_version = self._weights_version()
         self.state = State.EMPTY
         self._restored = {}
 
@@ -190,23 +198,6 @@ class NodeShard:
         if self._last_use is not None:
             self._last_use.synchronize()  # a stream may still read what goes back to the allocator here
         self._kept, self._fingerprint, self._last_use = {}, None, None
-
-
-def raise_if_stale(node_shards: Sequence[NodeShard]) -> None:
-    """Raise if a check has failed since the last call. Reads from the device, once for all of them."""
-    # Tensor subclasses (fake tensors of a dry run) have no value to read, and nothing there goes stale.
-    checked = {shard.unit: shard.mismatch for shard in node_shards if type(shard.mismatch) is torch.Tensor}
-    for shard in node_shards:
-        shard.mismatch = None
-    failed = torch.stack(list(checked.values())).tolist() if checked else []
-    stale = [f"unit '{unit}'" for unit, mismatch in zip(checked, failed, strict=True) if mismatch]
-    if stale:
-        raise StaleWeightsError(
-            f"the weights of {', '.join(stale)} changed since they were last sent, and zeropp was not told, "
-            "so a gather would use the old ones. Optimizer steps and load_state_dict are noticed by "
-            "themselves; after any other change to parameters (an edit under no_grad, p.data, a checkpoint "
-            "loaded straight into the tensors) call invalidate() on every rank"
-        )
 
 
 def fingerprint(shard: Tensor) -> Tensor:

@@ -198,6 +198,7 @@ class ReduceScatter:
         if output_tensor.numel() == 0:
             return None
         refuse_capture(self.wire.unit, input_tensor.device)
+        self.wire.alarm.raise_if_known()
 
         rows, out = input_tensor.view(world_size, -1), output_tensor.view(1, -1)
         factor = scale_of(op, world_size)

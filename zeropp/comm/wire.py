@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from ..labels import Collective, Label
 from ..topology import Hop, Topology
+from .alarm import Alarm
 from .ledger import Ledger
 
 
@@ -77,7 +78,11 @@ class Ring(NamedTuple):
 class Wire:
     """What the comms of one unit share."""
 
-    def __init__(self, unit: str, topology: Topology, ledger: Ledger, scratch: Scratch) -> None:
+    def __init__(
+        self, unit: str, topology: Topology, ledger: Ledger, scratch: Scratch, alarm: Alarm | None = None
+    ) -> None:
+        self.alarm = Alarm() if alarm is None else alarm
+        """Of the model; None: the unit is alone."""
         self.unit = unit
         self.topology = topology
         self.ledger = ledger
