@@ -12,6 +12,7 @@ from torch import Tensor
 from .formats import MIN_SCALE, NAN_SCALE_BITS, SCALE_BYTES, BlockFormat, RowOrder
 from .noise import make_noise
 from .rotation import LARGEST_FP32, rotate, unrotate
+from .row_copies import gather_rows, scatter_rows
 
 
 def encode(
@@ -32,7 +33,10 @@ def encode(
         return
     blocks, half = fmt.blocks(numel), fmt.block_size // 2
     padding = blocks * fmt.block_size - numel
-    x = source.float() if order is None else source[list(order)].float()
+    x = source.float()
+    if order is not None:
+        x = torch.empty_like(x)
+        gather_rows(source, x, order)
     if fmt.rotate:
         x = rotate(x)
     x = torch.nn.functional.pad(x, (0, padding)).view(rows, blocks, fmt.block_size)
@@ -65,7 +69,7 @@ def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder | Non
     if order is None:
         out.copy_(values)
     else:
-        out[list(order)] = values.to(out.dtype)
+        scatter_rows(values, out, order)
 
 
 def decode_sum(

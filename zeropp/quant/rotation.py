@@ -56,7 +56,10 @@ def _split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _signs(x: Tensor) -> Tensor:
-    return torch.tensor([-1.0 if negative else 1.0 for negative in IS_NEGATIVE], device=x.device)
+    """-1.0 where IS_NEGATIVE, made on the device: an upload would wait for it."""
+    i = torch.arange(GROUP, device=x.device)
+    both = i & i >> 1  # bits 0, 2 and 4: i0 i1, i2 i3, i4 i5
+    return 1.0 - 2.0 * ((both ^ both >> 2 ^ both >> 4) & 1)
 
 
 def _transform(groups: Tensor, largest: float) -> Tensor:
