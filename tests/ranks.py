@@ -28,9 +28,13 @@ class RankError(AssertionError):
 class Ranks:
     """A pool of `size` ranks, started at the first job and again after a job that had to be killed."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(
+        self, size: int, folder: Path, backend: str = "gloo", prepare: Callable[[], None] | None = None
+    ) -> None:
+        """`prepare` runs once in each process, before its first process group."""
         self.size = size
         self._folder = folder  # for rendezvous
+        self._backend, self._prepare = backend, prepare
         self._workers: list[tuple[Any, Connection]] = []
         self._jobs = 0
 
@@ -64,7 +68,7 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         for _ in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._backend, self._prepare), daemon=True)
             process.start()
             self._workers.append((process, ours))
 
@@ -93,13 +97,15 @@ class Ranks:
         return [results[rank] for rank in range(world)]
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | None) -> None:
     """The life of one rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     while True:
         try:
             rank, function, args, world, store, timeout, env = connection.recv()
@@ -111,7 +117,7 @@ def _serve(connection: Connection) -> None:
             gc.collect()  # models of the last job, with their hooks
             torch.manual_seed(0)
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=world,

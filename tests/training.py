@@ -45,10 +45,10 @@ class Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def make_net(seed: int = 0, **fully_shard_options: Any) -> Net:
+def make_net(seed: int = 0, device: str = "cpu", **fully_shard_options: Any) -> Net:
     """A Net, sharded block by block, with the rest in the root unit."""
     torch.manual_seed(seed)
-    net = Net()
+    net = Net().to(device)
     for block in net.blocks:
         fully_shard(block, **fully_shard_options)
     fully_shard(net, **fully_shard_options)
