@@ -23,7 +23,7 @@ import zeropp
 
 def make_model(units: int, parameters: int) -> nn.Module:
     model = nn.ModuleList(
-        nn.ParameterList(torch.randn(8) for _ in range(parameters // units)) for _ in range(units)
+        nn.ParameterList(torch.randn(1024) for _ in range(parameters // units)) for _ in range(units)
     )
     for unit in model:
         fully_shard(unit)
