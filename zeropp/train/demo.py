@@ -24,6 +24,8 @@ ROWS: dict[str, Preset] = {"plain FSDP2": "off", "zeropp": "default"}
 """Names of the two runs, and what they send."""
 SIZE = ("--model.layers", "3", "--model.width", "128", "--model.heads", "4", "--batch.sequence", "64")
 """About 0.7M parameters, for two cores that four ranks share."""
+PRECISION = ("--model.precision", "fp32")
+"""Some CPUs compute in bf16, and FSDP2 sends what it computes with: the table must say the same on all."""
 
 Progress = Callable[[str, int], None]
 """Told the name of a run and how many steps it has done."""
@@ -96,7 +98,17 @@ def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict
     folders = {name: folder / name.replace(" ", "-") for name in ROWS}
     for name, run_folder in folders.items():
         shutil.rmtree(run_folder, ignore_errors=True)  # of an earlier demonstration
-        program = ["-m", "zeropp", "train", "--folder", str(run_folder), "--preset", ROWS[name], *SIZE]
+        program = [
+            "-m",
+            "zeropp",
+            "train",
+            "--folder",
+            str(run_folder),
+            "--preset",
+            ROWS[name],
+            *SIZE,
+            *PRECISION,
+        ]
         program += ["--steps", str(steps), "--resume", "never"]
         place.run(program, lambda name=name, path=run_folder: progress(name, steps_done(path)))  # type: ignore[misc]
         progress(name, steps)
