@@ -11,7 +11,9 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfi
 from zeropp.models.loading import ModelConfig
 
 VOCABULARY, CONTEXT = 50, 16
-SMALL = ModelConfig("tiny", layers=3, width=48, heads=3, context=CONTEXT, vocab_size=VOCABULARY)
+SMALL = ModelConfig(
+    "tiny", layers=3, width=48, heads=3, context=CONTEXT, vocab_size=VOCABULARY, precision="fp32"
+)
 
 # No token begins or ends a text: the usual ids are not in so small a vocabulary.
 HF_CONFIGS: dict[str, PreTrainedConfig] = {
@@ -55,7 +57,7 @@ HF_CONFIGS: dict[str, PreTrainedConfig] = {
 def hugging_face(kind: str, folder: Path) -> ModelConfig:
     """The model of a config.json, written to `folder`."""
     HF_CONFIGS[kind].save_pretrained(folder / kind)
-    return ModelConfig(f"hf:{folder / kind}")
+    return ModelConfig(f"hf:{folder / kind}", precision="fp32")
 
 
 def tokens() -> Tensor:

@@ -105,7 +105,7 @@ def test_bf16_is_for_computing_only(ranks: Ranks) -> None:
 
 def test_auto_precision_follows_the_device(ranks: Ranks) -> None:
     expected = torch.bfloat16 if is_good_at_bf16(torch.device("cpu")) else torch.float32
-    assert ranks.run(train, SMALL, world=2)[0]["computed in"] == [expected]
+    assert ranks.run(train, replace(SMALL, precision="auto"), world=2)[0]["computed in"] == [expected]
 
 
 def train_compiled(config: ModelConfig) -> tuple[dict[str, Any], int]:
