@@ -115,7 +115,7 @@ def change_weights_in_silence() -> str:
     optimizer.zero_grad()
     loss_of(net, tokens).backward()  # type: ignore[no-untyped-call]  # node shards are fresh again
     with torch.no_grad():
-        net.blocks[0].norm.weight.add_(1.0)  # on every rank
+        net.blocks[0].norm.weight.data.add_(1.0)  # on every rank, and no version moves
     try:
         for _ in range(2):  # the host learns of it when the device has got so far, not before
             loss_of(net, tokens).backward()  # type: ignore[no-untyped-call]

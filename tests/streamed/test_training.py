@@ -33,11 +33,8 @@ def test_trains_as_on_cpu(streamed_ranks: Ranks, name: str) -> None:
     outcomes = streamed_ranks.run(train, device.NAME, config)
     for outcome in outcomes:
         assert outcome.conflicts == []
-        # One per step is known: issue 13, item 1.
-        assert [seen for seen in outcome.synchronizations if "raise_if_stale" not in seen] == []
-    if (
-        name == "wire16"
-    ):  # the backend's own reduce-scatter of bf16: sums in another order than the CPU's ring
+        assert outcome.synchronizations == []
+    if name == "wire16":  # the backend's own reduce-scatter of bf16 sums in another order than the CPU's ring
         assert outcomes[0].losses == pytest.approx(on_cpu[0].losses, rel=1e-3)
     else:
         assert [outcome.losses for outcome in outcomes] == [outcome.losses for outcome in on_cpu]
