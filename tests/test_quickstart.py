@@ -18,7 +18,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obj
     out = tmp_path_factory.mktemp("quickstart") / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += [str(ROOT / "examples/quickstart.py"), "--json", str(out)]
-    subprocess.run(command, check=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, timeout=1800, env={**os.environ, "OMP_NUM_THREADS": "1"})
     runs: dict[str, dict[str, object]] = json.loads(out.read_text())["runs"]
     return runs
 
