@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+from torch._C._autograd import _profiler_enabled
+from torch.profiler import record_function
 
 Collective = Literal["all_gather", "reduce_scatter"]
 
+_NO_PROFILE: AbstractContextManager[None] = nullcontext()
 _TEXT = re.compile(r"zeropp::(all_gather|reduce_scatter)\.([a-z-]+) \((.*)\)")
 
 
@@ -32,3 +37,9 @@ class Label(NamedTuple):
         """The label, or None if the text is not one of zeropp's."""
         match = _TEXT.fullmatch(text)
         return None if match is None else cls(*match.groups())  # type: ignore[arg-type]  # one of the two
+
+
+def labelled(text: str) -> AbstractContextManager[Any]:
+    """Gives what runs inside this label in a profile, if one is being taken: else a label would cost about as
+    much as the operation inside it."""
+    return record_function(text) if _profiler_enabled() else _NO_PROFILE

@@ -93,15 +93,37 @@ def _comms_of_first_unit(zeropp: Any) -> tuple[Any, Any, Tensor]:
     return gather, reduce, shard
 
 
+def gather_beside(name: str = "zeropp", folder: str | None = None, waits: bool = True) -> Outcome:
+    """Gather asynchronously, and read what arrived: after a wait, or without. Every output is dropped before
+    the next gather, which may get its memory."""
+    zeropp = package(name, folder)
+    gather, _, shard = _comms_of_first_unit(zeropp)
+    sums = []
+    with device.watch() as seen:
+        for _ in range(3):
+            output, work = _start(gather, shard, async_op=True)
+            if waits:
+                work.wait()
+            sums.append(output.sum())
+            del output, work
+    torch.accelerator.synchronize()
+    losses = [float(total) for total in sums]
+    return Outcome(losses, seen.conflicts, seen.synchronizations(folder_of(zeropp)))
+
+
 def _gather(gather: Any, shard: Tensor) -> Tensor:
+    output, work = _start(gather, shard, async_op=False)
+    if work is not None:
+        work.wait()
+    return output
+
+
+def _start(gather: Any, shard: Tensor, async_op: bool) -> tuple[Tensor, Any]:
     size = dist.get_world_size()
     output: Tensor = gather.allocate([size * shard.numel()], dtype=shard.dtype, device=shard.device)
     own = output.view(size, -1)[dist.get_rank()]
     own.copy_(shard)
-    work = gather(output, own, dist.group.WORLD)
-    if work is not None:
-        work.wait()
-    return output
+    return output, gather(output, own, dist.group.WORLD, async_op=async_op)
 
 
 def change_weights_in_silence() -> str:

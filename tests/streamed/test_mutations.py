@@ -17,7 +17,7 @@ import zeropp
 from tests.ranks import Ranks
 
 from . import device
-from .jobs import Outcome, gather_on_two_streams, train
+from .jobs import Outcome, gather_beside, gather_on_two_streams, train
 
 DEFAULT = asdict(zeropp.Config(node_size=2))
 
@@ -65,6 +65,20 @@ MUTATIONS = {
         "                return torch.empty(shape, dtype=dtype, device=device)",
         train_one_step,
         "in memory that was freed since",
+    ),
+    "no wait for a gather beside the current stream": Mutation(
+        "comm/beside.py",
+        "torch.accelerator.current_stream().wait_event(self._done)",
+        "pass",
+        gather_beside,
+        "not ordered after",
+    ),
+    "a gather beside the current stream that does not wait for its input": Mutation(
+        "comm/beside.py",
+        "side.wait_stream(torch.accelerator.current_stream())",
+        "pass",
+        gather_beside,
+        "not ordered after",
     ),
     "a host synchronization": Mutation(
         "comm/wire.py",

@@ -14,6 +14,7 @@ from tests.ranks import Ranks
 from . import device
 from .jobs import (
     change_weights_in_silence,
+    gather_beside,
     gather_in_a_graph,
     gather_on_two_streams,
     train,
@@ -44,6 +45,16 @@ def test_a_node_shard_is_used_on_any_stream(streamed_ranks: Ranks) -> None:
     for outcome in streamed_ranks.run(gather_on_two_streams):
         assert outcome.conflicts == []
         assert len(set(outcome.losses)) == 1
+
+
+def test_an_asynchronous_gather_runs_beside_the_current_stream(streamed_ranks: Ranks) -> None:
+    """Who waits has the weights; who does not was not held up: to the device, a conflict."""
+    for outcome in streamed_ranks.run(gather_beside):
+        assert outcome.conflicts == []
+        assert outcome.synchronizations == []
+        assert len(set(outcome.losses)) == 1
+    for outcome in streamed_ranks.run(gather_beside, "zeropp", None, False):
+        assert any("not ordered after" in conflict for conflict in outcome.conflicts), outcome.conflicts
 
 
 def test_stale_weights_are_an_error(streamed_ranks: Ranks) -> None:

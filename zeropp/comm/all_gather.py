@@ -33,6 +33,7 @@ from torch.distributed import ProcessGroup
 
 from ..config import Config
 from ..topology import Hop
+from .beside import StreamWork, run_beside
 from .capture import refuse_capture
 from .differences import send_difference
 from .layout import GatherChunk, Layouts, gather_chunks, kept_codec_name
@@ -83,6 +84,8 @@ class AllGather:
             )
         self.owner: Any = None
         """Whoever installed this comm; keeps it alive with the model."""
+        self._beside: StreamWork | None = None
+        """The last gather beside the current stream, until the next gather."""
         self._row_order = wire.topology.row_order if len(hops) == 2 else None
         self._layouts = Layouts(partial(gather_chunks, wire, hops, config, self.parameters))
 
@@ -149,25 +152,36 @@ class AllGather:
             return self._as_it_is(output_tensor, input_tensor, group, async_op, "flat")
         if numel == 0:
             return None
-        refuse_capture(self.wire.unit, input_tensor.device)
+        device = input_tensor.device
+        refuse_capture(self.wire.unit, device)
         self.wire.alarm.raise_if_known()
+        out = output_tensor.view(world_size, -1)
+        if self._beside is not None:  # in case that nobody has waited for it
+            self._beside.wait()
+            self._beside = None
+        if async_op and device.type != "cpu":
+            run = partial(self._gather_all, input_tensor, out, group)
+            self._beside = run_beside(device, run, (output_tensor, input_tensor))
+            return self._beside
+        self._gather_all(input_tensor, out, group)
+        return None
 
-        out, kept = output_tensor.view(world_size, -1), self.node_shard
-        with nullcontext() if kept is None else kept.in_use(input_tensor.device):
+    def _gather_all(self, shard: Tensor, out: Tensor, group: ProcessGroup) -> None:
+        """shard [S] of every rank -> out [W, S]."""
+        kept, chunks = self.node_shard, self._layouts.of(shard.numel(), shard.dtype)
+        with nullcontext() if kept is None else kept.in_use(shard.device):
             if kept is not None:
                 kept.notice_operations()
             send = Send.WEIGHTS if kept is None else kept.next_send
             if kept is not None and send is Send.NOTHING:
-                kept.check(input_tensor, self.wire.alarm)
+                kept.check(shard, self.wire.alarm)
             # Taken now: see [Note: Own slot]
-            source = fingerprint(input_tensor) if kept is not None and send is not Send.NOTHING else None
-            chunks = self._layouts.of(numel, dtype)
+            source = fingerprint(shard) if kept is not None and send is not Send.NOTHING else None
             if kept is not None:
                 kept.raise_unless_restored_fits([chunk.sent.row_bytes for chunk in chunks])
-            run_pipelined(self._gather(chunk, input_tensor, out, send, group) for chunk in chunks)
+            run_pipelined(self._gather(chunk, shard, out, send, group) for chunk in chunks)
             if kept is not None:
                 kept.gathered(send, source)
-        return None
 
     def _gather(
         self, chunk: GatherChunk, shard: Tensor, out: Tensor, send: Send, group: ProcessGroup

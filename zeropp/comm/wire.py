@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.profiler import record_function
 
-from ..labels import Collective, Label
+from ..labels import Collective, Label, labelled
 from ..topology import Hop, Topology
 from .alarm import Alarm
 from .ledger import Ledger
@@ -102,7 +101,7 @@ class Wire:
         text = self._labels.get((collective, part))
         if text is None:
             text = self._labels[collective, part] = str(Label(collective, part, self.unit))
-        return record_function(text)
+        return labelled(text)
 
     def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor) -> Generator[None]:
         """pieces [hop.size, ...]: each member has filled its own, and gets the others. Yields on the way."""
