@@ -54,6 +54,7 @@ ROWS = {
     "qgZ": Config.off(route="two-hop", gradients_in_node="int4", gradients_across="int4"),
     "paper": Config.paper(),
     "default": Config(),
+    "no rotation": Config(rotate=False),
     "four_bit": Config.four_bit(),
     "direct int4 weights": Config(weights="int4"),
 }

@@ -12,8 +12,8 @@ CONFIGS: dict[str, zeropp.Config] = {
     "paper": zeropp.Config.paper(node_size=2),
     "four_bit": zeropp.Config.four_bit(node_size=2),
     "delta": zeropp.Config(weights="delta-int4", delta_in_node="bf16", refresh_every=2, node_size=2),
-    "rotated": zeropp.Config(rotate=True, node_size=2),
-    "half rotated": zeropp.Config(rotate=True, gradients_in_node="bf16", node_size=2),
+    "unrotated": zeropp.Config(rotate=False, node_size=2),
+    "half rotated": zeropp.Config(gradients_in_node="bf16", node_size=2),
     "stochastic": zeropp.Config(rounding="stochastic", node_size=2),
     "feedback": zeropp.Config(error_feedback=True, rounding="stochastic", node_size=2),
 }

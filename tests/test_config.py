@@ -14,6 +14,7 @@ PLAIN: dict[str, Any] = {
     "secondary": False,
     "gradients_in_node": "none",
     "gradients_across": "none",
+    "rotate": False,
 }
 
 
@@ -29,6 +30,9 @@ def test_presets() -> None:
     assert (wire16.weights, wire16.route, wire16.secondary) == ("bf16", "flat", False)
     assert (off.weights, off.gradients_across, off.route, off.secondary) == ("none", "none", "flat", False)
     assert Config.four_bit().weights == "delta-int4"
+    assert Config().rotates
+    assert Config.four_bit().rotates
+    assert not any(preset.rotates for preset in (paper, wire16, off))
     assert Config.wire16(route="two-hop", node_size=2).gradients_across == "bf16"
 
 
@@ -51,7 +55,7 @@ def test_it_is_frozen_and_documented() -> None:
         ({"secondary": 1}, "Config.secondary is 1; expected True or False"),
         ({"route": "flat"}, "use route='two-hop', or secondary=False"),
         ({"route": "flat", "secondary": False}, "a flat route has one hop: give both one codec"),
-        ({"rotate": 1}, "Config.rotate is 1; expected True or False"),
+        ({"rotate": 1}, "Config.rotate is 1; expected True, False or 'auto'"),
         ({"rotate": True, "block_size": 32}, "Config.block_size is 32 with rotate=True; expected 64 or more"),
         ({**PLAIN, "rotate": True}, "both are about integers: use 'int8' or 'int4'"),
         ({**PLAIN, "rounding": "stochastic"}, "both are about integers: use 'int8' or 'int4'"),
@@ -83,6 +87,27 @@ def test_chunks_are_a_number_in_range(chunks: Any) -> None:
     else:
         with pytest.raises(ValueError, match="expected a number from 1 to 16"):
             Config(chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotates"),
+    [
+        ({"gradients_in_node": "bf16", "gradients_across": "bf16"}, False),
+        ({"gradients_in_node": "bf16"}, True),
+        ({"block_size": 32}, False),
+        ({"block_size": 64}, True),
+        ({"rotate": False}, False),
+    ],
+)
+def test_rotation_that_nobody_asked_for_is_where_it_can_be(changes: dict[str, Any], rotates: bool) -> None:
+    assert Config(**changes).rotates == rotates
+    assert dataclasses.replace(Config(), **changes).rotates == rotates
+
+
+def test_presets_without_rotation_stay_so_when_changed() -> None:
+    assert not Config.paper(block_size=256).rotates
+    assert not Config.wire16(gradients_in_node="int4", gradients_across="int4").rotates
+    assert Config.paper(rotate=True).rotates
 
 
 @given(st.integers(-10, 10_000) | st.sampled_from([128.0, "128", None, True]))

@@ -72,10 +72,11 @@ class Config:
     in each micro-batch, at random, so that it is exact in the mean: see quant/random_bf16.py. Sums are in
     fp32 either way. Needs route="two-hop"."""
 
-    rotate: bool = False
+    rotate: bool | Literal["auto"] = "auto"
     """Rotate gradients (a Hadamard transform of every 64 elements) before they are quantized, and turn them
-    back after the last sum. It spreads outliers; see quant/rotation.py. Needs an integer codec of gradients,
-    and block_size >= 64."""
+    back after the last sum. It spreads outliers; see quant/rotation.py. True needs an integer codec of
+    gradients, and block_size >= 64; "auto" is True where it has both, as in the default, and False elsewhere:
+    see `rotates`."""
 
     rounding: Rounding = "nearest"
     """How gradients become integers. "stochastic" is exact in the mean, and has about 1.7 times the error."""
@@ -113,9 +114,11 @@ class Config:
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        for name in ("secondary", "rotate", "error_feedback"):
+        for name in ("secondary", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"Config.{name} is {getattr(self, name)!r}; expected True or False")
+        if not (isinstance(self.rotate, bool) or self.rotate == "auto"):
+            raise ValueError(f"Config.rotate is {self.rotate!r}; expected True, False or 'auto'")
         if not _is_int(self.block_size) or not (
             MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE and self.block_size.bit_count() == 1
         ):
@@ -160,12 +163,11 @@ class Config:
                 f"Config.delta_in_node is {self.delta_in_node!r} and refresh_every is {self.refresh_every} "
                 f"with weights={self.weights!r}; both are about differences: use weights='delta-int4'"
             )
-        codecs = (self.gradients_in_node, self.gradients_across)
-        integers = any(codec in INTEGERS for codec in codecs)
-        if (self.rotate or self.rounding == "stochastic") and not integers:
+        if (self.rotate is True or self.rounding == "stochastic") and not self._has_integer_gradients:
             raise ValueError(
                 f"Config.rotate is {self.rotate} and rounding is {self.rounding!r} with gradients sent as "
-                f"{codecs[0]!r} and {codecs[1]!r}; both are about integers: use 'int8' or 'int4'"
+                f"{self.gradients_in_node!r} and {self.gradients_across!r}; both are about integers: use "
+                "'int8' or 'int4'"
             )
         if self.seed and self.rounding != "stochastic" and self.gradients_pending != "bf16":
             raise ValueError(
@@ -177,7 +179,7 @@ class Config:
                 f"Config.gradients_pending is {self.gradients_pending!r} with route='flat', on which no "
                 "gradients wait inside the node; use route='two-hop', or gradients_pending='fp32'"
             )
-        if self.rotate and self.block_size < MIN_ROTATED_BLOCK_SIZE:
+        if self.rotate is True and self.block_size < MIN_ROTATED_BLOCK_SIZE:
             raise ValueError(
                 f"Config.block_size is {self.block_size} with rotate=True; expected "
                 f"{MIN_ROTATED_BLOCK_SIZE} or more, the elements that are rotated together"
@@ -189,22 +191,43 @@ class Config:
                 "use 'int8' or 'int4', and route='two-hop'"
             )
 
+    @property
+    def rotates(self) -> bool:
+        """Whether integers of gradients are rotated: `rotate`, with "auto" decided.
+
+        >>> Config().rotates, Config(gradients_in_node="bf16", gradients_across="bf16").rotates
+        (True, False)
+        """
+        if self.rotate == "auto":
+            return self._has_integer_gradients and self.block_size >= MIN_ROTATED_BLOCK_SIZE
+        return self.rotate
+
+    @property
+    def _has_integer_gradients(self) -> bool:
+        return self.gradients_in_node in INTEGERS or self.gradients_across in INTEGERS
+
     @classmethod
     def paper(cls, **changes: Any) -> Config:
-        """ZeRO++ as published: int8 weights, node shard, int4 gradients on both hops."""
-        return replace(cls(gradients_in_node="int4", gradients_across="int4"), **changes)
+        """ZeRO++ as published: int8 weights, node shard, int4 gradients on both hops, not rotated."""
+        paper = cls(gradients_in_node="int4", gradients_across="int4", rotate=False)
+        return replace(paper, **changes)
 
     @classmethod
     def four_bit(cls, **changes: Any) -> Config:
-        """Four bits between nodes for weights, too, as differences; gradients rotated, with feedback."""
-        four_bit = cls(weights="delta-int4", rotate=True, error_feedback=True)
-        return replace(four_bit, **changes)
+        """Four bits between nodes for weights, too, as differences; gradients with feedback."""
+        return replace(cls(weights="delta-int4", error_feedback=True), **changes)
 
     @classmethod
     def off(cls, **changes: Any) -> Config:
-        """Plain FSDP2, bit for bit, with the ledger counting. For comparisons."""
+        """Plain FSDP2, bit for bit, with the ledger counting. For comparisons: what `changes` do not name
+        stays off."""
         plain = cls(
-            weights="none", secondary=False, gradients_in_node="none", gradients_across="none", route="flat"
+            weights="none",
+            secondary=False,
+            gradients_in_node="none",
+            gradients_across="none",
+            rotate=False,
+            route="flat",
         )
         return replace(plain, **changes)
 
@@ -266,6 +289,7 @@ class Config:
             secondary=partition > 1,
             gradients_in_node=gradients,
             gradients_across=gradients,
+            rotate=False,
             node_size=partition if partition > 1 else "auto",
         )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -12,7 +13,7 @@ def test_the_rows_are_what_a_user_would_otherwise_pick() -> None:
     names = [row.name for row in ROWS]
     assert names == [
         *("fsdp2", "wire16", "wire16-accumulate", "wire16-two-hop", "wire16-reshard", "hsdp"),
-        *("qwz", "hpz", "qgz", "paper", "default", "four-bit", "deepspeed", "deepspeed-hpz"),
+        *("qwz", "hpz", "qgz", "paper", "default", "unrotated", "four-bit", "deepspeed", "deepspeed-hpz"),
     ]
     assert find_row(BASELINE).config == Config.wire16()
     assert find_row(DEFAULT).config == Config()
@@ -30,6 +31,7 @@ def test_each_technique_differs_from_the_16_bit_route_in_itself_alone() -> None:
     assert changed("qwz") == {"weights"}
     assert changed("hpz") == {"secondary"}
     assert changed("qgz") == {"gradients_in_node", "gradients_across"}
+    assert find_row("unrotated").config == replace(Config(), rotate=False)
 
 
 def test_rows_that_need_several_ranks_a_node_say_so() -> None:

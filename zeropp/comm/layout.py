@@ -230,7 +230,7 @@ def reduce_chunks(
                 names[hop.name],
                 dtype if at_once or position < last else torch.float32,
                 config.block_size,
-                config.rotate,
+                config.rotates,
                 config.rounding == "stochastic",
             ).with_block_starts(columns.block_starts)
             for position, hop in enumerate(hops)

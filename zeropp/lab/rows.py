@@ -65,6 +65,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("paper", "the paper's set", Config.paper(), is_ours=True),
     Row(DEFAULT, "zeropp's default", Config(), sync="across", is_ours=True),
+    Row("unrotated", "zeropp's default, rotate=False", Config(rotate=False), sync="across", is_ours=True),
     Row("four-bit", "zeropp's four bits", Config.four_bit(), sync="across", is_ours=True),
     Row("deepspeed", "DeepSpeed ZeRO-3 (fp32)", engine="deepspeed"),
     Row("deepspeed-hpz", "DeepSpeed ZeRO-3 + hpZ (fp32)", engine="deepspeed", deepspeed_hpz=True),
