@@ -50,7 +50,7 @@ FEEDBACK_FIELDS = (
     "error_feedback",
     "gradients_in_node",
     "gradients_across",
-    "rotate",
+    "rotates",
     "block_size",
     "chunks",
     "route",
