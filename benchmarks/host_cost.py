@@ -5,9 +5,9 @@
 One process stands for rank 0 of 64 and of 1024 ranks, 8 on each node. Its process groups send nothing: each
 call goes through torch's dispatcher to a `fake` group of one rank (larger ones copy as often as they have
 ranks). Kernels do nothing (`--kernels`: those of the CPU, on shards of 64 elements). What is left is what a
-training process spends before it can go on, on any device; launches of a GPU's kernels come on top. Hops run as the backend's
-collectives, as on a GPU, not as messages from rank to rank, which take their place on a CPU. Calls of ours
-and of FSDP2's own comms alternate; the best of several rounds counts.
+training process spends before it can go on, on any device; launches of a GPU's kernels come on top. Hops run
+as the backend's collectives, as on a GPU, not as messages from rank to rank, which take their place on a CPU.
+Calls of ours and of FSDP2's own comms alternate; the best of several rounds counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from zeropp.comm import AllGather, Ledger, ReduceScatter, Scratch, Wire, chunks,
 from zeropp.quant import dispatch, dry
 from zeropp.topology import Hop, Topology
 
-PER_NODE, SHARD = 8, 64
+PER_NODE = 8
+SHARD, SHARD_OF_TWO_CHUNKS = 64, 256  # elements; chunks are of whole blocks
 
 
 @dataclass
@@ -88,8 +89,8 @@ def idle(ranks: list[int]) -> Idle:
 Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]
 
 
-def prepare(world_size: int) -> Calls:
-    """For each kind of call: ours, and FSDP2's own."""
+def prepare(world_size: int, elements: int) -> Calls:
+    """For each kind of call, on shards of so many elements: ours, and FSDP2's own."""
     group, nodes = idle(list(range(world_size))), world_size // PER_NODE
     topology = Topology(tuple(range(world_size)), tuple(r // PER_NODE for r in range(world_size)), rank=0)
     hops = (
@@ -99,8 +100,8 @@ def prepare(world_size: int) -> Calls:
     unit = Wire("unit", topology, Ledger(), Scratch())
     config = Config(node_size=PER_NODE)
     all_gather, reduce_scatter = AllGather(unit, hops, config), ReduceScatter(unit, hops[::-1], config)
-    full, shard = torch.zeros(world_size * SHARD), torch.zeros(SHARD)
-    mine = full[:SHARD]
+    full, shard = torch.zeros(world_size * elements), torch.zeros(elements)
+    mine = full[:elements]
 
     def gather() -> None:
         all_gather.after_step()
@@ -131,8 +132,9 @@ def milliseconds(call: Callable[[], object], calls: int) -> float:
 
 def main(options: Options) -> None:
     torch.set_num_threads(1)
+    elements = SHARD
     if options.two_chunks:
-        chunks.MIN_CHUNK_ELEMENTS = 1
+        chunks.MIN_CHUNK_ELEMENTS, elements = 1, SHARD_OF_TWO_CHUNKS
     if not options.kernels:
         dispatch._implementation = lambda device_type: dry
     wire._is_direct = lambda hop, pieces: False
@@ -141,7 +143,7 @@ def main(options: Options) -> None:
         table.add_column(column, justify="left" if column == "call" else "right")
     for world_size in options.world_sizes:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-        for name, (ours, theirs) in prepare(world_size).items():
+        for name, (ours, theirs) in prepare(world_size, elements).items():
             for call in (ours, theirs):  # kernels compile, layouts are built
                 call()
             if options.profile:
