@@ -26,7 +26,6 @@ from rich.progress import track
 from rich.table import Table
 
 from zeropp.config import Config
-from zeropp.lab.rows import Row, find_row
 from zeropp.models.gpt import GPT, GPTConfig
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.dryrun import dry_run
@@ -35,12 +34,13 @@ from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
 from zeropp.plan.timeline import Timeline, simulate
 from zeropp.plan.trace import Trace
+from zeropp.strategies import Strategy, find_strategy
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "zeropp_paper.json").read_text())
 VOCABULARY = 50304
-ZERO3 = find_row("fsdp2")
-PAPER = find_row("paper")
-ROWS: dict[str, Row] = {"zero3": ZERO3, "zeropp": PAPER}
+ZERO3 = find_strategy("fsdp2")
+PAPER = find_strategy("paper")
+STRATEGIES: dict[str, Strategy] = {"zero3": ZERO3, "zeropp": PAPER}
 V100 = find_hardware("v100-dgx2-100g")
 SHARES = [share / 100 for share in range(36, 62, 2)]
 CANNOT_EXPLAIN = 0.15
@@ -66,8 +66,8 @@ class Cell:
     zero3: float
     zeropp: float
 
-    def predicted(self, row: str, hardware: Hardware) -> float:
-        trace = trace_of(self.model, PUBLISHED["nodes"], self.tokens, row)
+    def predicted(self, strategy: str, hardware: Hardware) -> float:
+        trace = trace_of(self.model, PUBLISHED["nodes"], self.tokens, strategy)
         return simulate(trace, hardware.changed(link_gbit_s=self.link_gbit_s)).tflops
 
     def speedup_error(self, hardware: Hardware) -> float:
@@ -85,7 +85,7 @@ def model_of(name: str) -> Model:
 
 
 @cache
-def trace_of(model: str, nodes: int, sequence: int, row: str) -> Trace:
+def trace_of(model: str, nodes: int, sequence: int, strategy: str) -> Trace:
     """One sequence per GPU, 16-bit weights and gradients, activation checkpointing."""
     scenario = Scenario(
         model_of(model),
@@ -96,7 +96,7 @@ def trace_of(model: str, nodes: int, sequence: int, row: str) -> Trace:
         reduce="fp16",
         checkpointing=True,
     )
-    return dry_run(scenario, ROWS[row])
+    return dry_run(scenario, STRATEGIES[strategy])
 
 
 def fit_share(schedule: Hardware) -> Hardware:
@@ -105,9 +105,9 @@ def fit_share(schedule: Hardware) -> Hardware:
     def error(share: float) -> float:
         hardware = schedule.changed(compute_share=share)
         errors = [
-            abs(cell.predicted(row, hardware) / published - 1)
+            abs(cell.predicted(strategy, hardware) / published - 1)
             for cell in CELLS
-            for row, published in (("zero3", cell.zero3), ("zeropp", cell.zeropp))
+            for strategy, published in (("zero3", cell.zero3), ("zeropp", cell.zeropp))
         ]
         return statistics.median(errors)
 
@@ -133,9 +133,9 @@ def cells_table(hardware: Hardware, title: str) -> Table:
     return table
 
 
-def run_timeline(row: str, hardware: Hardware) -> Timeline:
+def run_timeline(strategy: str, hardware: Hardware) -> Timeline:
     run = PUBLISHED["run"]
-    trace = trace_of(run["model"], run["nodes"], run["sequence"], row)
+    trace = trace_of(run["model"], run["nodes"], run["sequence"], strategy)
     return simulate(trace, hardware.changed(link_gbit_s=float(run["link_gbit_s"])))
 
 
@@ -143,8 +143,8 @@ def run_table(hardware: Hardware) -> Table:
     table = Table(title="the tutorial's run, phase by phase: ms predicted / published (error)")
     for column in ("", "step", "forward", "backward", "optimizer"):
         table.add_column(column, justify="right" if column else "left")
-    for row, title in (("zero3", "ZeRO-3"), ("zeropp", "ZeRO++")):
-        timeline, published = run_timeline(row, hardware), PUBLISHED["run"][row]
+    for strategy, title in (("zero3", "ZeRO-3"), ("zeropp", "ZeRO++")):
+        timeline, published = run_timeline(strategy, hardware), PUBLISHED["run"][strategy]
         predicted: dict[str, float] = {"step": timeline.step_seconds}
         predicted |= {str(phase): seconds for phase, seconds in timeline.phase_seconds().items()}
         table.add_row(
@@ -163,9 +163,13 @@ Schedule = Literal["in order", "overlapped"]
 
 def scaling_points(share: float) -> Iterator[dict[str, Any]]:
     """18B, 2K tokens per GPU, on FSDP2: overlapped. Our default, ZeRO-3 and the paper's set."""
-    rows = {"ZeRO-3": ZERO3, "the paper's set": PAPER, "our default": Row("default", "our default", Config())}
+    strategies = {
+        "ZeRO-3": ZERO3,
+        "the paper's set": PAPER,
+        "our default": Strategy("default", "our default", Config()),
+    }
     for gpus in track([64, 128, 256, 512, 1024, 2048, 4096], "dry runs"):
-        for title, row in rows.items():
+        for title, strategy in strategies.items():
             scenario = Scenario(
                 model_of("18B"),
                 gpus // 16,
@@ -175,7 +179,7 @@ def scaling_points(share: float) -> Iterator[dict[str, Any]]:
                 reduce="fp16",
                 checkpointing=True,
             )
-            trace = dry_run(scenario, row)
+            trace = dry_run(scenario, strategy)
             for link in (100.0, 400.0):
                 for schedule in ("in order", "overlapped"):
                     hardware = V100.changed(
@@ -183,7 +187,7 @@ def scaling_points(share: float) -> Iterator[dict[str, Any]]:
                     )
                     timeline = simulate(trace, hardware)
                     yield {
-                        "gpus": gpus, "way": title, "link_gbit_s": link, "schedule": schedule,
+                        "gpus": gpus, "strategy": title, "link_gbit_s": link, "schedule": schedule,
                         "tflops": timeline.tflops, "tokens_per_second": timeline.tokens_per_second,
                     }  # fmt: skip
 
@@ -194,13 +198,13 @@ def scaling_table(points: list[dict[str, Any]], schedule: str) -> Table:
     for column in ("Gbit/s", "", *(f"{gpus:,}" for gpus in counts)):
         table.add_column(column, justify="right" if column else "left")
     for link in (100.0, 400.0):
-        for way in dict.fromkeys(point["way"] for point in points):
+        for title in dict.fromkeys(point["strategy"] for point in points):
             mine = {
                 point["gpus"]: point["tflops"]
                 for point in points
-                if (point["link_gbit_s"], point["way"], point["schedule"]) == (link, way, schedule)
+                if (point["link_gbit_s"], point["strategy"], point["schedule"]) == (link, title, schedule)
             }
-            table.add_row(f"{link:g}", way, *(f"{mine[gpus]:.1f}" for gpus in counts))
+            table.add_row(f"{link:g}", title, *(f"{mine[gpus]:.1f}" for gpus in counts))
     return table
 
 
@@ -209,7 +213,9 @@ def main() -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
-    wanted = {(cell.model, PUBLISHED["nodes"], cell.tokens, row) for cell in CELLS for row in ROWS}
+    wanted = {
+        (cell.model, PUBLISHED["nodes"], cell.tokens, strategy) for cell in CELLS for strategy in STRATEGIES
+    }
     for arguments in track(sorted(wanted), "dry runs", console=console):
         trace_of(*arguments)
     in_order = fit_share(V100.changed(overlap=False))
@@ -235,14 +241,14 @@ def _numbers(in_order: Hardware, overlapped: Hardware, points: list[dict[str, An
             {
                 "link_gbit_s": cell.link_gbit_s, "tokens": cell.tokens, "model": cell.model,
                 "published": [cell.zero3, cell.zeropp],
-                "in order": [cell.predicted(row, in_order) for row in ROWS],
-                "overlapped": [cell.predicted(row, overlapped) for row in ROWS],
+                "in order": [cell.predicted(strategy, in_order) for strategy in STRATEGIES],
+                "overlapped": [cell.predicted(strategy, overlapped) for strategy in STRATEGIES],
             }
             for cell in CELLS
         ],
         "run": {
-            row: {"step": (timeline := run_timeline(row, in_order)).step_seconds, **timeline.phase_seconds()}
-            for row in ROWS
+            strategy: {"step": timeline.step_seconds, **timeline.phase_seconds()}
+            for strategy, timeline in ((name, run_timeline(name, in_order)) for name in STRATEGIES)
         },
         "scaling": points,
     }  # fmt: skip

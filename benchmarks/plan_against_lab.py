@@ -1,4 +1,4 @@
-"""The planner against the lab: predicted and measured step time of every row of `zeropp lab bench`.
+"""The planner against the lab: predicted and measured step time of every strategy of `zeropp lab bench`.
 
     python benchmarks/plan_against_lab.py --link 500mbit
     python benchmarks/plan_against_lab.py --hardware lab.json --bench bench.json
@@ -13,6 +13,7 @@ import statistics
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -21,7 +22,6 @@ from rich.table import Table
 from zeropp.lab import Cluster
 from zeropp.lab.bench import Settings, run_bench
 from zeropp.lab.results import Results
-from zeropp.lab.rows import COMPUTE, find_row
 from zeropp.lab.units import format_rate
 from zeropp.lab.workload import Gpt, Workload
 from zeropp.plan.catalog import find_hardware
@@ -31,6 +31,7 @@ from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
 from zeropp.plan.timeline import KINDS, Timeline, simulate
 from zeropp.plan.trace import Compute, Trace
+from zeropp.strategies import COMPUTE, find_strategy
 
 TARGET = 0.15
 MEASURE_SECONDS = 180.0
@@ -45,7 +46,9 @@ class Options:
     nodes: int = 2
     ranks_per_node: int = 2
     micro_batches: tuple[int, ...] = (1, 4)
-    rows: tuple[str, ...] = field(default_factory=lambda: Settings().rows)
+    strategies: Annotated[tuple[str, ...], tyro.conf.arg(name="rows")] = field(
+        default_factory=lambda: Settings().strategies
+    )
     rounds: int = 2
     bench: Path | None = None
     """Numbers of an earlier `zeropp lab bench`, in the place of a new one."""
@@ -72,7 +75,7 @@ def bench(options: Options, folder: Path, console: Console) -> Results:
         options.ranks_per_node,
         link=options.link,
         micro_batches=options.micro_batches,
-        rows=options.rows,
+        strategies=options.strategies,
         rounds=options.rounds,
         loss_steps=0,
     )
@@ -84,7 +87,7 @@ def bench(options: Options, folder: Path, console: Console) -> Results:
     return results
 
 
-def predict(results: Results, row: str, micro_batches: int, hardware: Hardware) -> Timeline:
+def predict(results: Results, strategy: str, micro_batches: int, hardware: Hardware) -> Timeline:
     workload = results.workload
     scenario = Scenario(
         Model("the lab's GPT", lambda: Gpt(workload)),
@@ -94,11 +97,11 @@ def predict(results: Results, row: str, micro_batches: int, hardware: Hardware) 
         sequence=workload.context,
         micro_batches=micro_batches,
         compute="fp32",
-        reduce="bf16" if row == "hsdp" else "fp32",
+        reduce="bf16" if strategy == "hsdp" else "fp32",
     )
-    if row != COMPUTE.name:
-        return simulate(dry_run(scenario, find_row(row)), hardware)
-    return simulate(without_hops(dry_run(scenario, find_row("fsdp2"))), hardware)
+    if strategy != COMPUTE.name:
+        return simulate(dry_run(scenario, find_strategy(strategy)), hardware)
+    return simulate(without_hops(dry_run(scenario, find_strategy("fsdp2"))), hardware)
 
 
 def without_hops(trace: Trace) -> Trace:
@@ -118,17 +121,17 @@ def compare(results: Results, hardware: Hardware) -> tuple[Table, list[float]]:
     for micro_batches in results.micro_batches():
         measured = {COMPUTE.name: (statistics.median(results.compute_ms[micro_batches]), 0.0)}
         measured |= {
-            cell.row: (cell.median_ms, cell.spread)
+            cell.strategy: (cell.median_ms, cell.spread)
             for cell in results.cells
-            if cell.micro_batches == micro_batches and find_row(cell.row).engine == "fsdp2"
+            if cell.micro_batches == micro_batches and find_strategy(cell.strategy).engine == "fsdp2"
         }
-        for row, (median_ms, spread) in measured.items():
-            timeline = predict(results, row, micro_batches, hardware)
+        for strategy, (median_ms, spread) in measured.items():
+            timeline = predict(results, strategy, micro_batches, hardware)
             error = timeline.step_seconds * 1e3 / median_ms - 1
             errors.append(error)
             split = (f"{timeline.critical_seconds[kind] * 1e3:,.0f}" for kind in KINDS)
             table.add_row(
-                find_row(row).title, str(micro_batches), f"{timeline.step_seconds * 1e3:,.0f}",
+                find_strategy(strategy).title, str(micro_batches), f"{timeline.step_seconds * 1e3:,.0f}",
                 f"{median_ms:,.0f}", f"{spread:.0%}", f"{error:+.1%}", *split,
                 style=None if abs(error) <= TARGET else "red",
             )  # fmt: skip

@@ -27,14 +27,14 @@ def sample_results() -> Results:
         failed={"deepspeed": "DeepSpeed is not installed"},
     )
     for micro_batches in (1, 8):
-        for row, step_ms, per_parameter, peak in (
+        for strategy, step_ms, per_parameter, peak in (
             ("wire16", 700.0, 5.0, 300),
             ("hsdp", 350.0, 2.0, 500),
             ("default", 200.0 * micro_batches, 0.77, 400),
         ):
-            cell = Cell(row, micro_batches, [0.9 * step_ms, step_ms, 1.1 * step_ms])
+            cell = Cell(strategy, micro_batches, [0.9 * step_ms, step_ms, 1.1 * step_ms])
             cell.sent_bytes = cell.busiest_bytes = per_parameter * 1e6
-            cell.ledger_bytes = None if row == "hsdp" else per_parameter * 1e6
+            cell.ledger_bytes = None if strategy == "hsdp" else per_parameter * 1e6
             cell.parts_ms, cell.cores_ms = {"encode": 10.0, "compute": 100.0}, 60.0
             cell.peak_bytes, cell.model_state_bytes, cell.communication_bytes = peak * MIB, 50 * MIB, MIB
             results.cells.append(cell)

@@ -10,12 +10,19 @@ from zeropp.lab.workload import Workload
 SMALL = Workload(layers=2, width=128, batch=1)
 
 
-def test_a_small_benchmark_measures_every_row() -> None:
+def test_a_small_benchmark_measures_every_strategy() -> None:
     shares: list[float] = []
     saved: list[int] = []
-    rows = ("fsdp2", "wire16", "wire16-accumulate", "wire16-reshard", "hsdp", "default")
+    strategies = ("fsdp2", "wire16", "wire16-accumulate", "wire16-reshard", "hsdp", "default")
     results = run_bench(
-        Settings(link="200mbit", micro_batches=(1, 2), rows=rows, rounds=1, loss_steps=3, workload=SMALL),
+        Settings(
+            link="200mbit",
+            micro_batches=(1, 2),
+            strategies=strategies,
+            rounds=1,
+            loss_steps=3,
+            workload=SMALL,
+        ),
         lambda what, share: shares.append(share),
         lambda results: saved.append(len(results.cells)),
     )
@@ -23,10 +30,10 @@ def test_a_small_benchmark_measures_every_row() -> None:
     assert shares == sorted(shares)
     assert 0.9 < shares[-1] <= 1.0
     assert results.failed == {}
-    assert {(cell.row, cell.micro_batches) for cell in results.cells} == {
-        (r, k) for r in rows for k in (1, 2)
+    assert {(cell.strategy, cell.micro_batches) for cell in results.cells} == {
+        (r, k) for r in strategies for k in (1, 2)
     }
-    sent = {(c.row, c.micro_batches): c.sent_bytes / results.parameters for c in results.cells}
+    sent = {(c.strategy, c.micro_batches): c.sent_bytes / results.parameters for c in results.cells}
     assert sent["default", 2] == pytest.approx(sent["default", 1], rel=0.05)  # accumulation is free
     assert sent["default", 1] < 0.85
     assert sent["wire16", 2] == pytest.approx(2 * sent["wire16", 1], rel=0.05)
@@ -40,7 +47,7 @@ def test_a_small_benchmark_measures_every_row() -> None:
         assert cell.parts_ms["compute"] > 0
         if cell.ledger_bytes is not None:
             assert cell.sent_bytes == pytest.approx(cell.ledger_bytes, rel=0.05)
-    states = {cell.row: cell.model_state_bytes for cell in results.cells}
+    states = {cell.strategy: cell.model_state_bytes for cell in results.cells}
     assert states["hsdp"] == pytest.approx(2 * states["fsdp2"], rel=0.02)
     assert results.losses["wire16"] == results.losses["wire16-accumulate"]  # the same without accumulation
     assert results.losses["fsdp2"][0] == pytest.approx(results.losses["default"][0], rel=0.02)
@@ -54,7 +61,7 @@ def test_settings_that_make_no_sense_are_named() -> None:
         Settings(link="unlimited")
     with pytest.raises(ValueError, match=r"micro_batches is \(0,\)"):
         Settings(micro_batches=(0,))
-    with pytest.raises(ValueError, match="row is 'x'"):
-        Settings(rows=("x",))
+    with pytest.raises(ValueError, match="strategy is 'x'"):
+        Settings(strategies=("x",))
     with pytest.raises(ValueError, match="width is 100; expected a multiple of 64"):
         Workload(width=100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeropp.lab import Cluster, JobError
-from zeropp.lab.crew import Crew, RowError
+from zeropp.lab.crew import Crew, StrategyError
 from zeropp.lab.workload import Workload
 
 TINY = Workload(layers=1, width=64, batch=1)
@@ -13,9 +13,9 @@ TINY = Workload(layers=1, width=64, batch=1)
 
 def call_after_the_ranks_were_killed(cluster: Cluster) -> None:
     with Crew(cluster) as crew:
-        with pytest.raises(RowError, match="row is 'nothing'; expected one of"):
-            crew.call("build", row="nothing", workload=TINY)
-        built = crew.call("build", row="wire16", workload=TINY)  # the ranks are still there
+        with pytest.raises(StrategyError, match="strategy is 'nothing'; expected one of"):
+            crew.call("build", strategy="nothing", workload=TINY)
+        built = crew.call("build", strategy="wire16", workload=TINY)  # the ranks are still there
         assert built[0] == built[1]
         cluster._kill()
         crew.call("steps", count=1, micro_batches=1)

@@ -1,4 +1,4 @@
-"""DeepSpeed's rows do the same work as FSDP2's. Needs DeepSpeed: docs/lab.md says how to install it."""
+"""DeepSpeed's strategies do the same work as FSDP2's. Needs DeepSpeed: docs/lab.md says how to install it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, list[dict[str, Any]]]:
-    """What each rank did after the first step, by row."""
+    """What each rank did after the first step, by strategy."""
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install 'zeropp[deepspeed]'")
     found = {}
     with Cluster(nodes=2, ranks_per_node=2) as cluster, Crew(cluster) as crew:
-        for row in ("fsdp2", "deepspeed", "deepspeed-hpz"):
-            built = crew.call("build", row=row, workload=SMALL)
+        for strategy in ("fsdp2", "deepspeed", "deepspeed-hpz"):
+            built = crew.call("build", strategy=strategy, workload=SMALL)
             crew.call("steps", count=1, micro_batches=1)  # in which DeepSpeed sets itself up, and sends more
             steps = crew.call("steps", count=STEPS, micro_batches=1)
-            found[row] = [run | answer for run, answer in zip(steps, built, strict=True)]
+            found[strategy] = [run | answer for run, answer in zip(steps, built, strict=True)]
     return found
 
 
-@pytest.mark.parametrize("row", ["deepspeed", "deepspeed-hpz"])
-def test_losses_are_those_of_fsdp2(runs: dict[str, list[dict[str, Any]]], row: str) -> None:
+@pytest.mark.parametrize("strategy", ["deepspeed", "deepspeed-hpz"])
+def test_losses_are_those_of_fsdp2(runs: dict[str, list[dict[str, Any]]], strategy: str) -> None:
     """With clipped gradients they part."""
-    for deepspeed, fsdp2 in zip(runs[row], runs["fsdp2"], strict=True):
+    for deepspeed, fsdp2 in zip(runs[strategy], runs["fsdp2"], strict=True):
         assert deepspeed["losses"] == pytest.approx(fsdp2["losses"], abs=5e-6)
         assert deepspeed["losses"][-1] < deepspeed["losses"][0]
 
@@ -42,7 +42,9 @@ def test_layers_are_resharded_and_hpz_saves_the_gather_of_backward(
     runs: dict[str, list[dict[str, Any]]],
 ) -> None:
     """fp32, on gloo: two gathers of 3 bytes per parameter and node, and a reduction of 6."""
-    sent = {row: ranks[0]["tx_bytes"] / ranks[0]["parameters"] / STEPS for row, ranks in runs.items()}
+    sent = {
+        strategy: ranks[0]["tx_bytes"] / ranks[0]["parameters"] / STEPS for strategy, ranks in runs.items()
+    }
     assert sent["fsdp2"] == pytest.approx(12, rel=0.05)
     assert sent["deepspeed"] == pytest.approx(12, rel=0.05)
     assert sent["deepspeed-hpz"] == pytest.approx(9, rel=0.05)

@@ -14,11 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zeropp
-from zeropp.lab.rows import Row
-from zeropp.lab.sharding import sharding_options, sync_switch
 from zeropp.lab.workload import Gpt, Workload
 from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
+from zeropp.strategies import Strategy
 
 SECOND_STEP = "second step"
 
@@ -27,7 +26,7 @@ SECOND_STEP = "second step"
 class Case:
     """One way to train, on both sides."""
 
-    row: Row
+    row: Strategy
     workload: Workload
     nodes: int = 2
     ranks_per_node: int = 2
@@ -85,7 +84,7 @@ def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
     torch.manual_seed(0)
     model = Gpt(workload)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    options: dict[str, Any] = {"mesh": mesh} | sharding_options(row, case.ranks_per_node)
+    options: dict[str, Any] = {"mesh": mesh} | row.sharding_options(case.ranks_per_node)
     for position, block in enumerate(model.blocks):
         if case.checkpointing:
             model.blocks[position] = checkpoint_wrapper(block)
@@ -93,7 +92,7 @@ def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
     fully_shard(model, **options)
     config = zeropp.Config.off() if row.config is None else row.config
     zpp = zeropp.apply(model, replace(config, node_size=case.ranks_per_node))
-    set_sync = sync_switch(row, model, zpp)
+    set_sync = row.sync_switch(model, zpp)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:

@@ -9,7 +9,6 @@ from torch import nn
 from tests.plan.real import Case, ledger_of_second_step
 from tests.ranks import Ranks
 from zeropp.config import Config
-from zeropp.lab.rows import Row, find_row
 from zeropp.lab.workload import Gpt, Workload
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.dryrun import dry_run
@@ -18,26 +17,27 @@ from zeropp.plan.scenario import Scenario
 from zeropp.plan.timeline import simulate
 from zeropp.plan.trace import Compute, Gather, Reduce, Trace
 from zeropp.quant.formats import BlockFormat
+from zeropp.strategies import Strategy, find_strategy
 
 SMALL = Workload(layers=2, width=128, context=16, batch=1)
 CHUNKED = Workload(layers=2, width=320, context=16, batch=1)
 DEEP = Workload(layers=7, width=64, context=16, batch=2)
-OFF = Row("off", "plain FSDP2, counted", Config.off())
-HSDP = replace(find_row("hsdp"), config=Config.off())
+OFF = Strategy("off", "plain FSDP2, counted", Config.off())
+HSDP = replace(find_strategy("hsdp"), config=Config.off())
 
 CASES = {
-    "default": Case(find_row("default"), CHUNKED),
-    "default, accumulating": Case(find_row("default"), SMALL, micro_batches=4),
-    "default, checkpointing": Case(find_row("default"), SMALL, micro_batches=2, checkpointing=True),
-    "default, 5 layers": Case(find_row("default"), replace(SMALL, layers=5)),
-    "paper": Case(find_row("paper"), SMALL, micro_batches=2),
+    "default": Case(find_strategy("default"), CHUNKED),
+    "default, accumulating": Case(find_strategy("default"), SMALL, micro_batches=4),
+    "default, checkpointing": Case(find_strategy("default"), SMALL, micro_batches=2, checkpointing=True),
+    "default, 5 layers": Case(find_strategy("default"), replace(SMALL, layers=5)),
+    "paper": Case(find_strategy("paper"), SMALL, micro_batches=2),
     "off": Case(OFF, SMALL, micro_batches=2),
-    "four bits": Case(find_row("four-bit"), CHUNKED, micro_batches=2),
-    "wire16": Case(find_row("wire16"), CHUNKED),
-    "wire16, accumulating": Case(find_row("wire16-accumulate"), SMALL, micro_batches=3),
-    "hpz": Case(find_row("hpz"), SMALL, micro_batches=2),
-    "qgz": Case(find_row("qgz"), SMALL),
-    "reshard": Case(find_row("wire16-reshard"), SMALL),
+    "four bits": Case(find_strategy("four-bit"), CHUNKED, micro_batches=2),
+    "wire16": Case(find_strategy("wire16"), CHUNKED),
+    "wire16, accumulating": Case(find_strategy("wire16-accumulate"), SMALL, micro_batches=3),
+    "hpz": Case(find_strategy("hpz"), SMALL, micro_batches=2),
+    "qgz": Case(find_strategy("qgz"), SMALL),
+    "reshard": Case(find_strategy("wire16-reshard"), SMALL),
     "hsdp": Case(HSDP, SMALL, micro_batches=2),
 }
 
@@ -82,7 +82,7 @@ def test_bytes_are_those_of_a_real_run(ranks: Ranks, name: str, nodes: int) -> N
 @pytest.mark.parametrize("row", ["default", "wire16-accumulate", "hsdp"])
 def test_multiplied_layers_equal_a_full_run(row: str) -> None:
     """Events and memory, both exactly; with recomputation and more micro-batches than are rehearsed."""
-    case = Case(find_row(row), DEEP, nodes=3, micro_batches=5, checkpointing=True)
+    case = Case(find_strategy(row), DEEP, nodes=3, micro_batches=5, checkpointing=True)
     multiplied, full = (dry_run(case.scenario(), case.row, full=full) for full in (False, True))
     assert multiplied == full
     assert {event.unit for event in full.events} == {"(root)", *(f"blocks.{i}" for i in range(7))}
@@ -95,14 +95,14 @@ def test_layers_that_differ_are_all_rehearsed(caplog: pytest.LogCaptureFixture) 
         return model
 
     scenario = Scenario(Model("uneven", build), 2, 2, sequence=DEEP.context)
-    trace = dry_run(scenario, find_row("default"))
-    assert trace == dry_run(scenario, find_row("default"), full=True)
+    trace = dry_run(scenario, find_strategy("default"))
+    assert trace == dry_run(scenario, find_strategy("default"), full=True)
     assert "the layers of uneven differ" in caplog.text
 
 
 def test_a_world_of_2048_ranks() -> None:
     """Weights cross nodes once in int8, gradients once in int4."""
-    trace = dry_run(Scenario(resolve("125M"), 128, 16, micro_batches=2), find_row("default"))
+    trace = dry_run(Scenario(resolve("125M"), 128, 16, micro_batches=2), find_strategy("default"))
     gathers = [event for event in trace.events if isinstance(event, Gather) and event.unit == "blocks.7"]
     reductions = [event for event in trace.events if isinstance(event, Reduce) and event.unit == "blocks.7"]
     width, hidden = 768, 2048

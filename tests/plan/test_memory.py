@@ -5,10 +5,10 @@ import torch
 
 from tests.plan.real import Case, peak_of_second_step
 from tests.ranks import Ranks
-from zeropp.lab.rows import find_row
 from zeropp.lab.workload import Workload
 from zeropp.plan.dryrun import dry_run
 from zeropp.plan.memory import LiveStorages, MemoryEstimate, nbytes_of
+from zeropp.strategies import find_strategy
 
 WIDE = Workload(layers=5, width=512, context=64, batch=2)
 LONG = Workload(layers=5, width=128, context=256, batch=8)
@@ -17,10 +17,10 @@ LONG = Workload(layers=5, width=128, context=256, batch=8)
 @pytest.mark.parametrize(
     "case",
     [
-        Case(find_row("default"), WIDE, micro_batches=2),
-        Case(find_row("default"), LONG),
-        Case(find_row("default"), LONG, checkpointing=True),
-        Case(find_row("wire16-accumulate"), WIDE, micro_batches=2),
+        Case(find_strategy("default"), WIDE, micro_batches=2),
+        Case(find_strategy("default"), LONG),
+        Case(find_strategy("default"), LONG, checkpointing=True),
+        Case(find_strategy("wire16-accumulate"), WIDE, micro_batches=2),
     ],
     ids=["weights", "activations", "checkpointing", "unsharded gradients"],
 )

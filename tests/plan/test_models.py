@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeropp.lab.rows import find_row
 from zeropp.plan.dryrun import dry_run
 from zeropp.plan.models import Model, PlanError, are_alike, find_blocks, loss_of, resolve
 from zeropp.plan.scenario import Scenario
+from zeropp.strategies import find_strategy
 
 USERS_OWN = """
 import torch
@@ -70,7 +70,7 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _parameters(spec: str) -> int:
-    return dry_run(Scenario(resolve(spec), 2, 2, sequence=16), find_row("default")).parameters
+    return dry_run(Scenario(resolve(spec), 2, 2, sequence=16), find_strategy("default")).parameters
 
 
 def test_a_function_of_the_users(users_module: str) -> None:
@@ -102,7 +102,7 @@ def test_bad_specs_say_what_to_do(users_module: str, spec: str, says: str) -> No
 def test_a_model_that_looks_at_its_data_is_refused() -> None:
     scenario = Scenario(Model("curious", _DataDependent), 2, 2)
     with pytest.raises(PlanError, match=r"the model 'curious' decides something by the content of a tensor"):
-        dry_run(scenario, find_row("default"))
+        dry_run(scenario, find_strategy("default"))
     assert not torch.distributed.is_initialized()  # nothing is left behind
 
 

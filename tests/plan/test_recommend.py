@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from zeropp.lab.rows import Row
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.memory import MemoryEstimate
 from zeropp.plan.recommend import AS_FAST, CANDIDATES, candidates, rank, recommend, slowest_link_as_fast
 from zeropp.plan.timeline import simulate
 from zeropp.plan.trace import Compute, Trace
+from zeropp.strategies import Strategy
 
 from .samples import flat_trace, two_hop_trace
 
@@ -73,9 +73,9 @@ def test_on_fast_links_it_says_that_zeropp_does_not_help_and_where_it_would() ->
 def test_a_larger_batch_can_change_the_answer() -> None:
     traces = {FSDP2: PLAIN, OURS: TWO_HOP}
     machine = A100.changed(link_gbit_s=300.0)
-    asked: list[tuple[Row, int]] = []
+    asked: list[tuple[Strategy, int]] = []
 
-    def larger_batch(row: Row, times: int) -> Trace:
+    def larger_batch(row: Strategy, times: int) -> Trace:
         asked.append((row, times))
         return larger(times, traces[row])
 

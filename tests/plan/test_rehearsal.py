@@ -5,12 +5,12 @@ import torch.distributed as dist
 
 from tests.plan.real import Case
 from tests.ranks import Ranks
-from zeropp.lab.rows import find_row
 from zeropp.lab.workload import Workload
 from zeropp.plan.models import PlanError
 from zeropp.plan.rehearsal import rehearse
+from zeropp.strategies import find_strategy
 
-TINY = Case(find_row("default"), Workload(layers=5, width=64, context=8, batch=1), micro_batches=2)
+TINY = Case(find_strategy("default"), Workload(layers=5, width=64, context=8, batch=1), micro_batches=2)
 
 
 def test_it_rehearses_as_many_layers_as_are_asked_for() -> None:
@@ -40,4 +40,4 @@ def test_a_process_that_is_a_rank_is_refused(ranks: Ranks) -> None:
 
 def test_other_engines_are_refused() -> None:
     with pytest.raises(PlanError, match="row 'deepspeed' runs deepspeed"):
-        rehearse(TINY.scenario(), find_row("deepspeed"))
+        rehearse(TINY.scenario(), find_strategy("deepspeed"))

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.lab.rows import Row, find_row
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.sweep import Axes, sweep
 from zeropp.plan.timeline import simulate
 from zeropp.plan.trace import Trace
+from zeropp.strategies import Strategy, find_strategy
 
 from .samples import flat_trace
 
@@ -38,11 +38,11 @@ def test_every_combination_is_laid_out_and_dry_runs_are_per_nodes() -> None:
     asked: list[tuple[str, int]] = []
     trace = flat_trace()
 
-    def trace_of(row: Row, nodes: int) -> Trace:
+    def trace_of(row: Strategy, nodes: int) -> Trace:
         asked.append((row.name, nodes))
         return trace
 
-    rows = [find_row("fsdp2"), find_row("default")]
+    rows = [find_strategy("fsdp2"), find_strategy("default")]
     points = sweep(Axes.parse("link=100/400,nodes=2/4"), rows, A100, 2, trace_of)
     assert asked == [("fsdp2", 2), ("default", 2), ("fsdp2", 4), ("default", 4)]
     assert len(points) == 8
@@ -55,5 +55,5 @@ def test_every_combination_is_laid_out_and_dry_runs_are_per_nodes() -> None:
 
 
 def test_an_axis_that_is_not_given_stays_as_it_is() -> None:
-    points = sweep(Axes.parse("nodes=3"), [find_row("fsdp2")], A100, 2, lambda row, nodes: flat_trace())
+    points = sweep(Axes.parse("nodes=3"), [find_strategy("fsdp2")], A100, 2, lambda row, nodes: flat_trace())
     assert [(point.nodes, point.link_gbit_s) for point in points] == [(3, 100.0)]

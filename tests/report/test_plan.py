@@ -5,22 +5,24 @@ import re
 from pathlib import Path
 
 from zeropp.comm.ledger import render
-from zeropp.lab.rows import find_row
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.recommend import recommend
 from zeropp.plan.result import Plan
 from zeropp.plan.sweep import Axes, sweep
 from zeropp.report.plan import MAX_BARS, plan_tables, render_plan, timeline_figure
+from zeropp.strategies import find_strategy
 
 from ..plan.samples import flat_trace, two_hop_trace
 
 A100 = find_hardware("a100-100g")
-ROWS = {find_row("fsdp2"): flat_trace(), find_row("default"): two_hop_trace()}
+STRATEGIES = {find_strategy("fsdp2"): flat_trace(), find_strategy("default"): two_hop_trace()}
 
 
 def sample_plan() -> Plan:
-    found = recommend(ROWS, A100)
-    points = sweep(Axes.parse("link=100/400,nodes=2/4"), list(ROWS), A100, 2, lambda row, nodes: ROWS[row])
+    found = recommend(STRATEGIES, A100)
+    points = sweep(
+        Axes.parse("link=100/400,nodes=2/4"), list(STRATEGIES), A100, 2, lambda row, nodes: STRATEGIES[row]
+    )
     return Plan("a model", A100, found.options, found.sentences, tuple(points))
 
 

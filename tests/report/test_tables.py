@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from zeropp.comm.ledger import render
-from zeropp.report.tables import COLUMNS, bench_tables, main_rows, parts_rows
+from zeropp.report.tables import COLUMNS, bench_tables, main_lines, parts_lines
 
 from ..lab.samples import sample_results
 
 
-def test_main_rows_have_every_column_and_mark_the_best() -> None:
-    rows = {line[0]: dict(zip(COLUMNS, line, strict=True)) for line in main_rows(sample_results(), 1)}
-    ours = rows["zeropp's default"]
+def test_main_lines_have_every_column_and_mark_the_best() -> None:
+    by_title = {line[0]: dict(zip(COLUMNS, line, strict=True)) for line in main_lines(sample_results(), 1)}
+    ours = by_title["zeropp's default"]
     assert ours == {
         "": "zeropp's default",
         "step ms": "200 ± 20 *",
@@ -23,19 +23,19 @@ def test_main_rows_have_every_column_and_mark_the_best() -> None:
         "state": "50",
         "comm.": "1",
     }
-    assert rows["FSDP2, 16-bit wire: the baseline"]["peak MiB"] == "300 *"
-    assert rows["HSDP, gradients as bf16"]["ledger"] == "-"
-    assert rows["DeepSpeed ZeRO-3 (fp32)"]["step ms"] == "not run"
+    assert by_title["FSDP2, 16-bit wire: the baseline"]["peak MiB"] == "300 *"
+    assert by_title["HSDP, gradients as bf16"]["ledger"] == "-"
+    assert by_title["DeepSpeed ZeRO-3 (fp32)"]["step ms"] == "not run"
 
 
 def test_a_rival_that_wins_has_the_star() -> None:
-    rows = {line[0]: line[1] for line in main_rows(sample_results(), 8)}
-    assert rows["HSDP, gradients as bf16"].endswith("*")
-    assert not rows["zeropp's default"].endswith("*")
+    by_title = {line[0]: line[1] for line in main_lines(sample_results(), 8)}
+    assert by_title["HSDP, gradients as bf16"].endswith("*")
+    assert not by_title["zeropp's default"].endswith("*")
 
 
-def test_parts_that_no_row_has_are_left_out() -> None:
-    head, *lines = parts_rows(sample_results(), 1)
+def test_parts_that_no_strategy_has_are_left_out() -> None:
+    head, *lines = parts_lines(sample_results(), 1)
     assert head == ["", "encode", "compute"]
     assert ["zeropp's default", "10", "100"] in lines
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..report.compare import loss_curves, read_runs
-from ..train.demo import ROWS, find_place, run_demo
+from ..train.demo import RUNS, find_place, run_demo
 from . import compare
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=300) as progress,
     ):
         console.print(f"training on {place.description}", markup=False)
-        tasks = {name: progress.add_task(name, total=options.steps, start=False) for name in ROWS}
+        tasks = {name: progress.add_task(name, total=options.steps, start=False) for name in RUNS}
 
         def show(name: str, steps: int) -> None:
             if steps and not progress.tasks[tasks[name]].started:
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     runs = read_runs(list(folders.values()))
     console.print(loss_curves(runs))
     compare.show(tuple(folders.values()), options.folder / "report.html")
-    for name, run in zip(ROWS, runs.values(), strict=True):
+    for name, run in zip(RUNS, runs.values(), strict=True):
         console.print(f"checkpoint of {name}: {run.end.checkpoint if run.end else 'none'}", markup=False)
     console.print(f"took {time.monotonic() - started:.0f} seconds")
     return 0

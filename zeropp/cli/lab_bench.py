@@ -1,4 +1,4 @@
-"""`zeropp lab bench`: step time, bytes, memory and loss of every row, on a shaped cluster."""
+"""`zeropp lab bench`: step time, bytes, memory and loss of every strategy, on a shaped cluster."""
 
 from __future__ import annotations
 

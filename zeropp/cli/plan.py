@@ -12,7 +12,6 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from ..lab.rows import DEFAULT, Row
 from ..plan.catalog import find_hardware
 from ..plan.chrome import write_chrome_trace
 from ..plan.dryrun import dry_run
@@ -24,6 +23,7 @@ from ..plan.scenario import Precision, Scenario
 from ..plan.sweep import Axes, Point, sweep
 from ..plan.trace import Trace
 from ..report.plan import EXPLANATION, plan_tables, render_plan
+from ..strategies import DEFAULT, Strategy
 from .lab_bench import FILE_WIDTH, check_writable
 
 SWEPT = (PLAIN, "hsdp", "paper", DEFAULT)
@@ -143,7 +143,7 @@ def _plan(options: Options, console: Console) -> Plan:
             rows = candidates(scenario.nodes, scenario.ranks_per_node, scenario.micro_batches)
         traces = {way: rehearse(scenario, way) for way in rows}
 
-        def larger_batch(way: Row, times: int) -> Trace:
+        def larger_batch(way: Strategy, times: int) -> Trace:
             return rehearse(replace(scenario, micro_batch=times * scenario.micro_batch), way)
 
         ranked = tuple(rank(traces, hardware))
@@ -172,11 +172,11 @@ def _plan(options: Options, console: Console) -> Plan:
     )
 
 
-def _rehearser(full: bool, show: Callable[[str], object]) -> Callable[[Scenario, Row], Trace]:
+def _rehearser(full: bool, show: Callable[[str], object]) -> Callable[[Scenario, Strategy], Trace]:
     """Dry runs, each once, with a word on what is running."""
 
     @cache
-    def rehearse(scenario: Scenario, row: Row) -> Trace:
+    def rehearse(scenario: Scenario, row: Strategy) -> Trace:
         show(f"dry run: {row.title}, {scenario.nodes} x {scenario.ranks_per_node} ranks")
         return dry_run(scenario, row, full=full)
 
@@ -191,7 +191,7 @@ def _subject(options: Options, scenario: Scenario, parameters: int) -> str:
     )
 
 
-def find_candidate(name: str) -> Row:
+def find_candidate(name: str) -> Strategy:
     """A way to train, by name."""
     known = {row.name: row for row in CANDIDATES}
     if name not in known:

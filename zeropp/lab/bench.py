@@ -1,12 +1,12 @@
-"""The benchmark: every row on the same cluster, in the same processes, interleaved and repeated.
+"""The benchmark: every strategy on the same cluster, in the same processes, interleaved and repeated.
 
 [Note: Order]
 1. Calibrate: compute and baseline, at one micro-batch, until the link rate gives the wanted share.
-2. Learn: every row trains for a while with open links, for its loss; nothing is timed.
-3. Rounds: for each number of micro-batches, for each row: build the model anew, warm up with open links,
-   shape the links, measure some steps. Rows take turns, so what the machine does meanwhile hits all of them.
-   Compute alone takes its turn after every few rows.
-   The first round also reads memory, the last also profiles one step.
+2. Learn: every strategy trains for a while with open links, for its loss; nothing is timed.
+3. Rounds: for each number of micro-batches, for each strategy: build the model anew, warm up with open
+   links, shape the links, measure some steps. Strategies take turns, so what the machine does meanwhile
+   hits all of them. Compute alone takes its turn after every few strategies. The first round also reads
+   memory, the last also profiles one step.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+import tyro
 
 from .. import __version__
+from ..strategies import BASELINE, COMPUTE, STRATEGIES, Strategy, find_strategy
 from .cluster import Cluster
-from .crew import Crew, RowError
+from .crew import Crew, StrategyError
 from .results import Cell, Results
-from .rows import BASELINE, COMPUTE, ROWS, Row, find_row
 from .units import UNLIMITED, parse_rate_bit_s
 from .workload import Workload
 
@@ -37,7 +38,7 @@ CALIBRATION_ROUNDS = 5
 WARM_UP_MICRO_BATCHES = 2
 STEPS_OF_A_CELL = 4
 """At one micro-batch; fewer with more of them, but one at least."""
-ROWS_BETWEEN_COMPUTE = 6
+STRATEGIES_BETWEEN_COMPUTE = 6
 
 OnProgress = Callable[[str, float], None]
 """Called with what happens now and the share of the work that is done."""
@@ -58,9 +59,12 @@ class Settings:
     loss: str = "0%"
     micro_batches: tuple[int, ...] = (1, 4, 8)
     """Per optimizer step; each is a table of its own."""
-    rows: tuple[str, ...] = tuple(row.name for row in ROWS)
+    strategies: Annotated[tuple[str, ...], tyro.conf.arg(name="rows")] = tuple(
+        strategy.name for strategy in STRATEGIES
+    )
+    """By name, see zeropp/strategies.py; each is a line of every table."""
     rounds: int = 3
-    """How often each row takes its turn."""
+    """How often each strategy takes its turn."""
     loss_steps: int = 40
     """Steps of the run that losses are compared by; 0: none."""
     workload: Workload = field(default_factory=Workload)
@@ -69,19 +73,19 @@ class Settings:
         if self.regime not in get_args(Regime):
             raise ValueError(f"regime is {self.regime!r}; expected one of {', '.join(SHARES)}")
         if self.link is not None and parse_rate_bit_s(self.link) is None:
-            raise ValueError("link is 'unlimited'; a benchmark needs a rate, for the limit of each row")
+            raise ValueError("link is 'unlimited'; a benchmark needs a rate, for the limit of each strategy")
         if not self.micro_batches or any(count < 1 for count in self.micro_batches):
             raise ValueError(f"micro_batches is {self.micro_batches!r}; expected positive numbers")
         if self.rounds < 1 or self.loss_steps < 0:
             raise ValueError(f"rounds is {self.rounds}, loss_steps {self.loss_steps}; expected 1, 0 or more")
-        for name in self.rows:
-            find_row(name)
+        for name in self.strategies:
+            find_strategy(name)
 
 
 def run_bench(
     settings: Settings, on_progress: OnProgress, on_results: Callable[[Results], None] | None = None
 ) -> Results:
-    """Run it all. Takes minutes; `on_results` gets what there is each time that all rows had their turn."""
+    """Run it all. Takes minutes; `on_results` gets what there is whenever all strategies had their turn."""
     shape = (settings.nodes, settings.ranks_per_node)
     with Cluster(*shape, UNLIMITED, settings.delay, settings.loss) as cluster, Crew(cluster) as crew:
         bench = _Bench(settings, cluster, crew, on_progress)
@@ -114,7 +118,7 @@ class _Bench:
         """Find the link rate; see [Note: Order]."""
         self._advance("measuring compute and the baseline", 0)
         compute_seconds = self._compute_seconds()
-        self.results.parameters = self._build(find_row(BASELINE), UNLIMITED, 1)
+        self.results.parameters = self._build(find_strategy(BASELINE), UNLIMITED, 1)
         self._advance("", 10)
         if self.settings.link is not None:
             self._advance("", 40)
@@ -135,7 +139,7 @@ class _Bench:
             wanted_seconds = compute_seconds / (1 - share)
             line_seconds = max(wanted_seconds - compute_seconds - other_seconds, 0.02 * wanted_seconds)
             self.results.link_bit_s = round(bits / line_seconds)
-            self._build(find_row(BASELINE), self._link(), 1)
+            self._build(find_strategy(BASELINE), self._link(), 1)
             seconds = _median_seconds(self._steps(4, 1))
             compute_seconds = self._compute_seconds()  # again: a machine is not as fast all the time
             self._advance(f"finding the link rate for {share:.0%} communication", 8)
@@ -148,47 +152,47 @@ class _Bench:
         return _median_seconds(self._steps(8, 1))
 
     def learn(self) -> None:
-        """Losses of all rows, on open links."""
+        """Losses of all strategies, on open links."""
         steps = self.settings.loss_steps
         if steps == 0:
             return
         other_seed = replace(self.settings.workload, seed=self.settings.workload.seed + 1)
-        for row in self._rows():
-            self._advance(f"loss of {row.title}", 0)
-            self._try(row, partial(self._learn, row, self.settings.workload))
+        for strategy in self._strategies():
+            self._advance(f"loss of {strategy.title}", 0)
+            self._try(strategy, partial(self._learn, strategy, self.settings.workload))
             self._advance("", steps)
         self._advance("loss of the baseline with another seed", 0)
-        self._build(find_row(BASELINE), UNLIMITED, 0, other_seed)
+        self._build(find_strategy(BASELINE), UNLIMITED, 0, other_seed)
         self.results.other_seed_losses = _mean_losses(self._steps(steps, 1))
         self._advance("", steps)
 
-    def _learn(self, row: Row, workload: Workload) -> None:
-        self._build(row, UNLIMITED, 0, workload)
-        self.results.losses[row.name] = _mean_losses(self._steps(self.settings.loss_steps, 1))
+    def _learn(self, strategy: Strategy, workload: Workload) -> None:
+        self._build(strategy, UNLIMITED, 0, workload)
+        self.results.losses[strategy.name] = _mean_losses(self._steps(self.settings.loss_steps, 1))
 
     def measure(self, on_results: Callable[[Results], None]) -> None:
         """The timed rounds."""
         for number in range(self.settings.rounds):
             for micro_batches in self.settings.micro_batches:
-                for row in _turns(self._rows()):
+                for strategy in _turns(self._strategies()):
                     where = f"round {number + 1} of {self.settings.rounds}, {micro_batches} micro-batches"
-                    self._advance(f"{where}: {row.title}", 0)
-                    self._try(row, partial(self._measure, row, micro_batches, number))
-                    self._advance("", self._cell_work(row, micro_batches))
+                    self._advance(f"{where}: {strategy.title}", 0)
+                    self._try(strategy, partial(self._measure, strategy, micro_batches, number))
+                    self._advance("", self._cell_work(strategy, micro_batches))
                 self.results.seconds = time.monotonic() - self._started
                 on_results(self.results)
 
-    def _measure(self, row: Row, micro_batches: int, number: int) -> None:
-        self._build(row, self._link(), micro_batches)
+    def _measure(self, strategy: Strategy, micro_batches: int, number: int) -> None:
+        self._build(strategy, self._link(), micro_batches)
         count = _fewer(STEPS_OF_A_CELL, micro_batches)
         runs = self._steps(count, micro_batches)
         step_ms = [1e3 * max(run["seconds"][step] for run in runs) for step in range(count)]
-        if row is COMPUTE:
+        if strategy is COMPUTE:
             self.results.compute_ms.setdefault(micro_batches, []).extend(step_ms)
             return
-        cell = self.results.cell(row.name, micro_batches)
+        cell = self.results.cell(strategy.name, micro_batches)
         if cell is None:
-            cell = Cell(row.name, micro_batches)
+            cell = Cell(strategy.name, micro_batches)
             self.results.cells.append(cell)
         cell.step_ms += step_ms
         leaders = runs[:: self.settings.ranks_per_node]
@@ -205,11 +209,11 @@ class _Bench:
             cell.parts_ms = {name: sum(values) / len(values) for name, values in parts.items()}
 
     def _build(
-        self, row: Row, link: str, warm_up_micro_batches: int, workload: Workload | None = None
+        self, strategy: Strategy, link: str, warm_up_micro_batches: int, workload: Workload | None = None
     ) -> int:
-        """A fresh model of the row, warmed up on open links; then shape them. Returns its parameters."""
+        """A fresh model of the strategy, warmed up on open links; then shape them. Returns its parameters."""
         self._set_links(UNLIMITED)
-        answers = self.crew.call("build", row=row.name, workload=workload or self.settings.workload)
+        answers = self.crew.call("build", strategy=strategy.name, workload=workload or self.settings.workload)
         if warm_up_micro_batches:  # two in all, so that one of several has met the accumulation of gradients
             several = min(warm_up_micro_batches, WARM_UP_MICRO_BATCHES)
             self._steps(WARM_UP_MICRO_BATCHES // several, several)
@@ -219,13 +223,13 @@ class _Bench:
     def _steps(self, count: int, micro_batches: int) -> list[dict[str, Any]]:
         return self.crew.call("steps", count=count, micro_batches=micro_batches)
 
-    def _try(self, row: Row, run: Callable[[], None]) -> None:
-        if row.name in self.results.failed:
+    def _try(self, strategy: Strategy, run: Callable[[], None]) -> None:
+        if strategy.name in self.results.failed:
             return
         try:
             run()
-        except RowError as error:
-            self.results.failed[row.name] = str(error)
+        except StrategyError as error:
+            self.results.failed[strategy.name] = str(error)
 
     def _set_links(self, link: str) -> None:
         self.cluster.set_link(link=link)
@@ -233,27 +237,27 @@ class _Bench:
     def _link(self) -> str:
         return f"{self.results.link_bit_s}bit"
 
-    def _rows(self) -> list[Row]:
+    def _strategies(self) -> list[Strategy]:
         """Those that make sense here and have not failed; the others are noted."""
         chosen = []
-        for name in self.settings.rows:
-            row = find_row(name)
-            why_not = row.why_not(self.settings.nodes, self.settings.ranks_per_node)
+        for name in self.settings.strategies:
+            strategy = find_strategy(name)
+            why_not = strategy.why_not(self.settings.nodes, self.settings.ranks_per_node)
             if why_not is not None:
-                self.results.failed[row.name] = why_not
-            if row.name not in self.results.failed:
-                chosen.append(row)
+                self.results.failed[strategy.name] = why_not
+            if strategy.name not in self.results.failed:
+                chosen.append(strategy)
         return chosen
 
     def _count_work(self) -> float:
-        rows = [find_row(name) for name in self.settings.rows]
-        cells = sum(self._cell_work(row, k) for row in _turns(rows) for k in self.settings.micro_batches)
-        return 50 + (1 + len(rows)) * self.settings.loss_steps + cells * self.settings.rounds
+        strategies = [find_strategy(name) for name in self.settings.strategies]
+        cells = sum(self._cell_work(s, k) for s in _turns(strategies) for k in self.settings.micro_batches)
+        return 50 + (1 + len(strategies)) * self.settings.loss_steps + cells * self.settings.rounds
 
     @staticmethod
-    def _cell_work(row: Row, micro_batches: int) -> float:
+    def _cell_work(strategy: Strategy, micro_batches: int) -> float:
         """In units of a micro-batch on open links, roughly: on shaped links the baseline takes three."""
-        slowness = {COMPUTE.name: 1, "fsdp2": 6, BASELINE: 3}.get(row.name, 2)
+        slowness = {COMPUTE.name: 1, "fsdp2": 6, BASELINE: 3}.get(strategy.name, 2)
         measured = slowness * micro_batches * _fewer(STEPS_OF_A_CELL, micro_batches)
         return 3 + WARM_UP_MICRO_BATCHES + measured
 
@@ -262,12 +266,12 @@ class _Bench:
         self._on_progress(what, min(1.0, self._done / self._total))
 
 
-def _turns(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows, with compute again and again: all limits depend on it, and a machine changes its speed."""
-    for number, row in enumerate(rows):
-        if number % ROWS_BETWEEN_COMPUTE == 0:
+def _turns(strategies: Sequence[Strategy]) -> Iterator[Strategy]:
+    """The strategies, with compute now and then: all limits depend on it, and a machine changes its speed."""
+    for number, strategy in enumerate(strategies):
+        if number % STRATEGIES_BETWEEN_COMPUTE == 0:
             yield COMPUTE
-        yield row
+        yield strategy
 
 
 def _fewer(steps: int, micro_batches: int) -> int:

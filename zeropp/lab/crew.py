@@ -14,18 +14,18 @@ from .job import JobError
 START_SECONDS, CALL_SECONDS = 120.0, 1200.0
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc gives freed memory back to the kernel, and every step would fault it in again, page by page. Here
-ranks keep it, as with the caching allocator of a GPU, in every row alike."""
+ranks keep it, as with the caching allocator of a GPU, in every strategy alike."""
 
 
-class RowError(Exception):
-    """A row cannot be run: the same error on every rank."""
+class StrategyError(Exception):
+    """A strategy cannot be run: the same error on every rank."""
 
 
 class Crew:
     """Workers on every rank of a cluster.
 
     with Cluster() as cluster, Crew(cluster) as crew:
-        crew.call("build", row="default", workload=Workload())
+        crew.call("build", strategy="default", workload=Workload())
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -68,7 +68,7 @@ class Crew:
                 raise self._failure(f"ranks {sorted(waiting.values())} did not answer {command!r}")
         errors = {rank: answer for rank, (succeeded, answer) in outcomes.items() if not succeeded}
         if len(errors) == len(outcomes):
-            raise RowError(errors[0].strip().splitlines()[-1])
+            raise StrategyError(errors[0].strip().splitlines()[-1])
         if errors:
             raise self._failure(f"{command!r} failed on some ranks: {errors}")
         return [outcomes[rank][1] for rank in range(len(outcomes))]

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 as a row of the benchmark, where it is installed (pip install 'zeropp[deepspeed]').
+"""DeepSpeed's ZeRO-3 as a strategy of the benchmark, where it is installed (pip install 'zeropp[deepspeed]').
 
 Its ZeRO++ cannot be compared in full on CPU: qwZ and qgZ need CUDA kernels. hpZ can. Weights and gradients
 travel as fp32, since it computes in what it sends and 16-bit products are slow on most CPUs: compare it with
@@ -19,18 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .rows import Row
+from ..strategies import Strategy
 from .workload import Data, Gpt, Workload
 
 
 class DeepSpeedTrainee:
-    def __init__(self, row: Row, workload: Workload, ranks_per_node: int) -> None:
+    def __init__(self, strategy: Strategy, workload: Workload, ranks_per_node: int) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        import deepspeed  # type: ignore[import-not-found]  # optional: Row.why_not says so where it is missing
+        import deepspeed  # type: ignore[import-not-found]  # optional: see Strategy.why_not
 
         # Without this it compiles an extension for inference, for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # Every row has process groups of its own, and DeepSpeed remembers those of its last model.
+        # Every strategy has process groups of its own, and DeepSpeed remembers those of its last model.
         deepspeed.comm.comm.cdb = None
         importlib.reload(deepspeed.utils.groups)
         deepspeed.init_distributed("gloo", verbose=False)
@@ -42,7 +42,7 @@ class DeepSpeedTrainee:
             "train_micro_batch_size_per_gpu": workload.batch,
             "zero_optimization": {
                 "stage": 3,
-                "zero_hpz_partition_size": ranks_per_node if row.deepspeed_hpz else 1,
+                "zero_hpz_partition_size": ranks_per_node if strategy.deepspeed_hpz else 1,
                 "stage3_param_persistence_threshold": 0,
                 "stage3_max_live_parameters": 0,
                 "stage3_max_reuse_distance": 0,

@@ -1,4 +1,4 @@
-"""What a benchmark found: numbers per row and number of micro-batches, and what follows from them."""
+"""What a benchmark found: numbers per strategy and number of micro-batches, and what follows from them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .rows import BASELINE, DEFAULT, NOT_RUN, ROWS
+from ..strategies import BASELINE, DEFAULT, NOT_RUN, STRATEGIES, Strategy
 from .units import format_rate
 from .workload import Workload
 
 
 @dataclass
 class Cell:
-    """One row at one number of micro-batches. Bytes are per optimizer step."""
+    """One strategy at one number of micro-batches. Bytes are per optimizer step."""
 
-    row: str
+    strategy: str
     micro_batches: int
     step_ms: list[float] = field(default_factory=list)
     """Of every measured step, over all rounds."""
@@ -70,15 +70,21 @@ class Results:
     """Steps that send nothing, by number of micro-batches."""
     cells: list[Cell] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)
-    """Loss of every step of a longer run of each row, mean over ranks; all with the same data."""
+    """Loss of every step of a longer run of each strategy, mean over ranks; all with the same data."""
     other_seed_losses: list[float] = field(default_factory=list)
     """The same for the baseline with other data and weights: how much a loss means."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Rows that could not be run, and why."""
+    """Strategies that could not be run, and why."""
     seconds: float = 0.0
 
-    def cell(self, row: str, micro_batches: int) -> Cell | None:
-        return next((c for c in self.cells if (c.row, c.micro_batches) == (row, micro_batches)), None)
+    def cell(self, strategy: str, micro_batches: int) -> Cell | None:
+        wanted = (strategy, micro_batches)
+        return next((cell for cell in self.cells if (cell.strategy, cell.micro_batches) == wanted), None)
+
+    def measured(self, micro_batches: int) -> list[tuple[Strategy, Cell]]:
+        """The strategies that have a cell, in the order of every table."""
+        cells = [(strategy, self.cell(strategy.name, micro_batches)) for strategy in STRATEGIES]
+        return [(strategy, cell) for strategy, cell in cells if cell is not None]
 
     def micro_batches(self) -> list[int]:
         return sorted({cell.micro_batches for cell in self.cells})
@@ -100,9 +106,9 @@ class Results:
         baseline = self.cell(BASELINE, micro_batches)
         return 1 - self.compute_median_ms(micro_batches) / baseline.median_ms if baseline else None
 
-    def final_loss(self, row: str) -> float | None:
-        """Mean of the last quarter of the row's longer run."""
-        return _tail_mean(self.losses[row]) if row in self.losses else None
+    def final_loss(self, strategy: str) -> float | None:
+        """Mean of the last quarter of the strategy's longer run."""
+        return _tail_mean(self.losses[strategy]) if strategy in self.losses else None
 
     def loss_noise(self) -> float | None:
         """Difference of the baseline's final loss with another seed."""
@@ -127,6 +133,9 @@ class Results:
     def load(cls, path: Path) -> Results:
         raw: dict[str, Any] = json.loads(path.read_text())
         raw["workload"] = Workload(**raw["workload"])
+        for cell in raw["cells"]:
+            if "row" in cell:  # a file from before strategies were called so
+                cell["strategy"] = cell.pop("row")
         raw["cells"] = [Cell(**cell) for cell in raw["cells"]]
         raw["compute_ms"] = {int(key): value for key, value in raw["compute_ms"].items()}
         return cls(**raw)
@@ -134,7 +143,7 @@ class Results:
 
 def verdicts(results: Results) -> list[str]:
     """Where a rival of our default wins, and what was not run: what a reader needs to choose against us."""
-    titles = {row.name: row.title for row in ROWS}
+    titles = {strategy.name: strategy.title for strategy in STRATEGIES}
     sentences = []
     for micro_batches in results.micro_batches():
         ours = results.cell(DEFAULT, micro_batches)
@@ -143,23 +152,23 @@ def verdicts(results: Results) -> list[str]:
         rivals = [
             cell
             for cell in results.cells
-            if cell.micro_batches == micro_batches and cell.row != DEFAULT and cell.step_ms
+            if cell.micro_batches == micro_batches and cell.strategy != DEFAULT and cell.step_ms
         ]
         faster = [cell for cell in rivals if cell.median_ms < ours.median_ms]
         smaller = [cell for cell in rivals if cell.peak_bytes < 0.95 * ours.peak_bytes]
         where = f"{micro_batches} micro-batch" + ("es" if micro_batches > 1 else "")
         said = ", ".join(
-            f"{titles[c.row]} ({ours.median_ms / c.median_ms:.2f}x)"
+            f"{titles[c.strategy]} ({ours.median_ms / c.median_ms:.2f}x)"
             for c in sorted(faster, key=lambda c: c.median_ms)
         )
-        sentences.append(f"{where}: faster than our default: {said or 'none of the rows'}")
+        sentences.append(f"{where}: faster than our default: {said or 'none'}")
         said = ", ".join(
-            f"{titles[c.row]} ({c.peak_bytes / 2**20:.0f} MiB)"
+            f"{titles[c.strategy]} ({c.peak_bytes / 2**20:.0f} MiB)"
             for c in sorted(smaller, key=lambda c: c.peak_bytes)
         )
         sentences.append(
             f"{where}: smaller at its peak than our default ({ours.peak_bytes / 2**20:.0f} MiB): "
-            f"{said or 'none of the rows'}"
+            f"{said or 'none'}"
         )
     default, baseline, noise = (
         results.final_loss(DEFAULT),

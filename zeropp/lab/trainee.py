@@ -1,4 +1,4 @@
-"""One row in training: the model, sharded and treated as the row says, and its optimizer step."""
+"""One strategy in training: the model, sharded and treated as the strategy says, and its optimizer step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torch.distributed.fsdp import fully_shard
 
 from ..fsdp import find_units
 from ..handle import ZeroPP, apply
+from ..strategies import Strategy
 from .deepspeed_peer import DeepSpeedTrainee
-from .rows import Row
-from .sharding import sharding_options, sync_switch
 from .workload import Data, Gpt, Workload
 
 
 class Trainee(Protocol):
-    """What the worker needs of a row in training."""
+    """What the worker needs of a strategy in training."""
 
     def step(self, micro_batches: int) -> float:
         """One optimizer step; the loss of this rank."""
@@ -35,25 +34,25 @@ class Trainee(Protocol):
 class FsdpTrainee:
     """FSDP2 in all its variants, with zeropp or without."""
 
-    def __init__(self, row: Row, workload: Workload, ranks_per_node: int) -> None:
-        self.row = row
+    def __init__(self, strategy: Strategy, workload: Workload, ranks_per_node: int) -> None:
+        self.strategy = strategy
         torch.manual_seed(workload.seed)
         self.model = Gpt(workload)
         self._parameters = sum(p.numel() for p in self.model.parameters())
-        options = sharding_options(row, ranks_per_node)
+        options = strategy.sharding_options(ranks_per_node)
         for block in self.model.blocks:
             fully_shard(block, **options)
         fully_shard(self.model, **options)
         self.zpp: ZeroPP | None = None
-        if row.config is not None:
-            self.zpp = apply(self.model, row.config)
-        if row.engine == "compute":
+        if strategy.config is not None:
+            self.zpp = apply(self.model, strategy.config)
+        if strategy.engine == "compute":
             _send_nothing(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.learning_rate)
         self.data = Data(workload, dist.get_rank())
 
     def step(self, micro_batches: int) -> float:
-        set_sync = sync_switch(self.row, self.model, self.zpp)
+        set_sync = self.strategy.sync_switch(self.model, self.zpp)
         total = torch.zeros(())
         for micro_batch in range(micro_batches):
             set_sync(micro_batch == micro_batches - 1)
@@ -62,7 +61,7 @@ class FsdpTrainee:
             total += loss.detach()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.row.engine == "compute":
+        if self.strategy.engine == "compute":
             dist.barrier()  # or ranks drift apart, and those behind get the cores of those that are done
         return total.item()
 
@@ -82,10 +81,10 @@ class FsdpTrainee:
         return None if self.zpp is None else self.zpp.ledger.total().across_bytes
 
 
-def make_trainee(row: Row, workload: Workload, ranks_per_node: int) -> Trainee:
-    if row.engine == "deepspeed":
-        return DeepSpeedTrainee(row, workload, ranks_per_node)
-    return FsdpTrainee(row, workload, ranks_per_node)
+def make_trainee(strategy: Strategy, workload: Workload, ranks_per_node: int) -> Trainee:
+    if strategy.engine == "deepspeed":
+        return DeepSpeedTrainee(strategy, workload, ranks_per_node)
+    return FsdpTrainee(strategy, workload, ranks_per_node)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.profiler import ProfilerActivity, profile
 
 from ..memory import PeakMemory
+from ..strategies import find_strategy
 from .cluster import INTERFACE
-from .rows import find_row
 from .timeline import split_step
 from .trainee import Trainee, make_trainee
 from .workload import Workload
@@ -61,8 +61,8 @@ class Worker:
         self.trainee: Trainee | None = None
         self.peak_memory: PeakMemory | None = None
 
-    def build(self, row: str, workload: Workload) -> dict[str, int]:
-        """Replace the model. The row may refuse; it does so on all ranks, and the worker stays usable."""
+    def build(self, strategy: str, workload: Workload) -> dict[str, int]:
+        """Replace the model. A strategy may refuse; it does so on all ranks, and the worker stays usable."""
         self.drop()
         self.builds += 1
         dist.init_process_group(
@@ -73,7 +73,7 @@ class Worker:
             timeout=TIMEOUT,
         )
         self.peak_memory = PeakMemory()
-        self.trainee = make_trainee(find_row(row), workload, self.ranks_per_node)
+        self.trainee = make_trainee(find_strategy(strategy), workload, self.ranks_per_node)
         self.peak_memory.restart()  # what building took is over
         return {"parameters": self.trainee.parameters()}
 

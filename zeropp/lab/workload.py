@@ -75,7 +75,7 @@ class Gpt(nn.Module):
 
 
 class Data:
-    """Endless batches of one rank, the same for every row of the benchmark."""
+    """Endless batches of one rank, the same for every strategy of the benchmark."""
 
     def __init__(self, workload: Workload, rank: int) -> None:
         self._workload = workload
@@ -90,5 +90,5 @@ class Data:
         starts = torch.randint(
             len(self._text) - length, (self._workload.batch,), generator=self._generator
         ).tolist()
-        rows = torch.stack([self._text[start : start + length] for start in starts])
-        return rows[:, :-1], rows[:, 1:]
+        sequences = torch.stack([self._text[start : start + length] for start in starts])
+        return sequences[:, :-1], sequences[:, 1:]

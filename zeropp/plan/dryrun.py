@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from itertools import chain
 
-from ..lab.rows import Row
+from ..strategies import Strategy
 from .layers import RECORDED, grown, repeated
 from .memory import MemoryEstimate
 from .rehearsal import Recording, rehearse
@@ -19,7 +19,7 @@ REHEARSED_MICRO_BATCHES = 3
 """The first gathers across nodes, the last reduces across nodes, and all between them do the same."""
 
 
-def dry_run(scenario: Scenario, row: Row, *, full: bool = False) -> Trace:
+def dry_run(scenario: Scenario, row: Strategy, *, full: bool = False) -> Trace:
     """What rank 0 does in one step of `scenario`, trained as `row` says. Needs no devices and no ranks.
 
     Args:

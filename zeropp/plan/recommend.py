@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..lab.rows import DEFAULT, ROWS, Row
+from ..strategies import DEFAULT, STRATEGIES, Strategy
 from .hardware import Hardware
 from .timeline import Kind, Timeline, simulate
 from .trace import Trace
@@ -16,16 +16,16 @@ AS_FAST = 1.01
 """Steps whose times differ by less are as fast as each other."""
 GIB = 2**30
 
-CANDIDATES: tuple[Row, ...] = (
-    Row(PLAIN, "FSDP2 as it comes"),
-    Row("fsdp2-accumulate", "FSDP2, set_requires_gradient_sync", sync="gradients"),
-    Row("fsdp2-reshard", "FSDP2, reshard_after_forward=int", reshard_in_node=True),
-    *(row for row in ROWS if row.name in ("hsdp", "qwz", "hpz", "qgz", "paper", DEFAULT, "four-bit")),
+CANDIDATES: tuple[Strategy, ...] = (
+    Strategy(PLAIN, "FSDP2 as it comes"),
+    Strategy("fsdp2-accumulate", "FSDP2, set_requires_gradient_sync", sync="gradients"),
+    Strategy("fsdp2-reshard", "FSDP2, reshard_after_forward=int", reshard_in_node=True),
+    *(row for row in STRATEGIES if row.name in ("hsdp", "qwz", "hpz", "qgz", "paper", DEFAULT, "four-bit")),
 )
 """What a user could run. FSDP2 sends what it computes with, 16 bits as a rule: no row has a 16-bit wire."""
 
 
-def candidates(nodes: int, ranks_per_node: int, micro_batches: int) -> list[Row]:
+def candidates(nodes: int, ranks_per_node: int, micro_batches: int) -> list[Strategy]:
     """Those that make sense: one micro-batch leaves nothing to put off, one node nothing to cross."""
     return [
         row
@@ -40,7 +40,7 @@ def candidates(nodes: int, ranks_per_node: int, micro_batches: int) -> list[Row]
 class Option:
     """One way to train, with what it would cost."""
 
-    row: Row
+    row: Strategy
     timeline: Timeline
     fits: bool
 
@@ -75,9 +75,9 @@ class Recommendation:
 
 
 def recommend(
-    traces: Mapping[Row, Trace],
+    traces: Mapping[Strategy, Trace],
     hardware: Hardware,
-    larger_batch: Callable[[Row, int], Trace] | None = None,
+    larger_batch: Callable[[Strategy, int], Trace] | None = None,
 ) -> Recommendation:
     """Compare ways to train on `hardware`.
 
@@ -108,7 +108,7 @@ def recommend(
     return Recommendation(tuple(options), tuple(sentences))
 
 
-def rank(traces: Mapping[Row, Trace], hardware: Hardware) -> list[Option]:
+def rank(traces: Mapping[Strategy, Trace], hardware: Hardware) -> list[Option]:
     """All ways to train, fastest first; those that do not fit come last."""
     options = [
         Option(row, simulate(trace, hardware), trace.memory.peak <= hardware.memory_gib * GIB)
@@ -170,7 +170,7 @@ def _what_would_change(best: Option, plain: Option, hardware: Hardware) -> list[
 
 
 def _larger_batches(
-    best: Row, plain: Row, hardware: Hardware, larger_batch: Callable[[Row, int], Trace]
+    best: Strategy, plain: Strategy, hardware: Hardware, larger_batch: Callable[[Strategy, int], Trace]
 ) -> list[str]:
     for times in (2, 4, 8, 16):
         traces = [larger_batch(row, times) for row in (plain, best)]

@@ -28,8 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..config import Config
 from ..handle import apply
-from ..lab.rows import Row
-from ..lab.sharding import sharding_options, sync_switch
+from ..strategies import Strategy
 from .hops import HopMeter
 from .layers import Part
 from .memory import LiveStorages, MemoryEstimate, nbytes_of
@@ -56,7 +55,7 @@ class Recording:
     """Whether all layers of the whole model do the same."""
 
 
-def rehearse(scenario: Scenario, row: Row, layers: int | None = None) -> Recording:
+def rehearse(scenario: Scenario, row: Strategy, layers: int | None = None) -> Recording:
     """Record a step, after one to get going, of the model with its first `layers` layers, or with all."""
     if dist.is_initialized():
         raise PlanError(
@@ -68,7 +67,7 @@ def rehearse(scenario: Scenario, row: Row, layers: int | None = None) -> Recordi
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scenario.world_size)
     try:
         mesh = init_device_mesh("cpu", (scenario.world_size,))  # outside the mode: a mesh has content
-        options = {"mesh": mesh} | sharding_options(row, scenario.ranks_per_node)
+        options = {"mesh": mesh} | row.sharding_options(scenario.ranks_per_node)
         with _explained(scenario.model.name), FakeTensorMode(allow_non_fake_inputs=True):
             return _Rehearsal(scenario, row, options, layers).run()
     finally:
@@ -78,7 +77,9 @@ def rehearse(scenario: Scenario, row: Row, layers: int | None = None) -> Recordi
 class _Rehearsal:
     """A sharded model with its optimizer, watched by a recorder."""
 
-    def __init__(self, scenario: Scenario, row: Row, options: dict[str, Any], layers: int | None) -> None:
+    def __init__(
+        self, scenario: Scenario, row: Strategy, options: dict[str, Any], layers: int | None
+    ) -> None:
         self._scenario, self._row = scenario, row
         self._storages = LiveStorages()
         self._recorder = Recorder(self._storages)
@@ -91,7 +92,7 @@ class _Rehearsal:
         self._parameters = list(self._model.parameters())
         config = Config.off() if row.config is None else row.config
         self._zpp = apply(self._model, replace(config, node_size=scenario.ranks_per_node))
-        self._set_sync = sync_switch(row, self._model, self._zpp)
+        self._set_sync = row.sync_switch(self._model, self._zpp)
         # One optimizer per unit costs what one for all does, and shows whose parameters it works on. Fused:
         # the others read the step number from a tensor, and a fake one has none.
         self._optimizers = {

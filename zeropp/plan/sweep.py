@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..lab.rows import Row
+from ..strategies import Strategy
 from .hardware import Hardware
 from .timeline import simulate
 from .trace import Trace
@@ -52,10 +52,10 @@ class Point:
 
 def sweep(
     axes: Axes,
-    rows: Sequence[Row],
+    rows: Sequence[Strategy],
     hardware: Hardware,
     nodes: int,
-    trace_of: Callable[[Row, int], Trace],
+    trace_of: Callable[[Strategy, int], Trace],
 ) -> list[Point]:
     """Every combination. `trace_of` dry-runs a way to train on a number of nodes; links need no new one."""
     points = []

@@ -6,10 +6,10 @@ from html import escape
 from typing import Any
 
 from ..lab.results import Results, verdicts
-from ..lab.rows import ROWS
 from ..lab.timeline import PARTS
+from ..strategies import STRATEGIES
 from .page import HEIGHT, Figures, graph_objects, page, table
-from .tables import COLUMNS, EXPLANATION, colors, main_rows, parts_rows, style_of
+from .tables import COLUMNS, EXPLANATION, colors, main_lines, parts_lines, style_of
 
 
 def render_html(results: Results) -> str:
@@ -20,10 +20,10 @@ def render_html(results: Results) -> str:
         plural = "es" if micro_batches > 1 else ""
         sections += [
             f"<h2>{micro_batches} micro-batch{plural} per optimizer step</h2>",
-            table([list(COLUMNS), *main_rows(results, micro_batches)], _class_of),
+            table([list(COLUMNS), *main_lines(results, micro_batches)], _class_of),
             figures.add(_step_figure(results, micro_batches)),
             figures.add(_parts_figure(results, micro_batches)),
-            table(parts_rows(results, micro_batches), _class_of),
+            table(parts_lines(results, micro_batches), _class_of),
         ]
     sections += ["<h2>Bytes across nodes</h2>", figures.add(_bytes_figure(results))]
     sections += ["<h2>Memory</h2>", figures.add(_memory_figure(results))]
@@ -51,9 +51,9 @@ def _class_of(title: str) -> str:
 
 
 def _step_figure(results: Results, micro_batches: int) -> Any:
-    """Median step times, with the limit of each row as a mark."""
+    """Median step times, with the limit of each strategy as a mark."""
     go = graph_objects()
-    cells = [(row.title, c) for row in ROWS if (c := results.cell(row.name, micro_batches)) is not None]
+    cells = [(strategy.title, cell) for strategy, cell in results.measured(micro_batches)]
     titles = [title for title, _ in cells]
     figure = go.Figure()
     figure.add_bar(
@@ -78,7 +78,7 @@ def _step_figure(results: Results, micro_batches: int) -> Any:
 
 def _parts_figure(results: Results, micro_batches: int) -> Any:
     go = graph_objects()
-    cells = [(row.title, c) for row in ROWS if (c := results.cell(row.name, micro_batches)) is not None]
+    cells = [(strategy.title, cell) for strategy, cell in results.measured(micro_batches)]
     figure = go.Figure()
     for part in PARTS:
         values = [cell.parts_ms.get(part, 0.0) for _, cell in cells]
@@ -112,7 +112,7 @@ def _grouped_figure(results: Results, title: str, value: Any, *, log: bool) -> A
     go = graph_objects()
     figure = go.Figure()
     for micro_batches in results.micro_batches():
-        cells = [(row.title, c) for row in ROWS if (c := results.cell(row.name, micro_batches)) is not None]
+        cells = [(strategy.title, cell) for strategy, cell in results.measured(micro_batches)]
         figure.add_bar(
             x=[title for title, _ in cells],
             y=[value(cell) for _, cell in cells],
@@ -127,9 +127,9 @@ def _grouped_figure(results: Results, title: str, value: Any, *, log: bool) -> A
 def _loss_figure(results: Results) -> Any:
     go = graph_objects()
     figure = go.Figure()
-    for row in ROWS:
-        if row.name in results.losses:
-            figure.add_scatter(y=results.losses[row.name], mode="lines", name=row.title)
+    for strategy in STRATEGIES:
+        if strategy.name in results.losses:
+            figure.add_scatter(y=results.losses[strategy.name], mode="lines", name=strategy.title)
     if results.other_seed_losses:
         figure.add_scatter(
             y=results.other_seed_losses, mode="lines", name="baseline, another seed", line={"dash": "dot"}

@@ -1,12 +1,12 @@
-"""The benchmark as rich tables, and as the plain rows that they are made of."""
+"""The benchmark as rich tables, and as the lines of text that they are made of."""
 
 from __future__ import annotations
 
 from rich.table import Table
 
 from ..lab.results import Cell, Results
-from ..lab.rows import BASELINE, DEFAULT, ROWS, Row
 from ..lab.timeline import PARTS
+from ..strategies import BASELINE, DEFAULT, STRATEGIES, Strategy
 
 MIB = 2**20
 COLUMNS = (
@@ -28,7 +28,7 @@ EXPLANATION = (
     "line rate. cores: CPU time of all ranks / cores of this machine, another lower bound. bytes: sent per "
     "node, parameter and step, from the interface counters; ledger: what zeropp counted. loss: of a longer "
     "run on the same data. peak: resident memory of a rank over its start; of which model state (weights, "
-    "gradients, optimizer) and communication state. fp32 rows are as gloo sends them: its reduce-scatter "
+    "gradients, optimizer) and communication state. fp32 lines are as gloo sends them: its reduce-scatter "
     "takes twice the bytes of a ring. * best of its column"
 )
 
@@ -40,34 +40,34 @@ def bench_tables(results: Results) -> list[Table]:
         title = (
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step; {results.describe()}"
         )
-        tables.append(as_table(title, [list(COLUMNS), *main_rows(results, micro_batches)]))
+        tables.append(as_table(title, [list(COLUMNS), *main_lines(results, micro_batches)]))
         tables.append(
-            as_table(f"ms of a step in each part ({micro_batches})", parts_rows(results, micro_batches))
+            as_table(f"ms of a step in each part ({micro_batches})", parts_lines(results, micro_batches))
         )
     return tables
 
 
-def main_rows(results: Results, micro_batches: int) -> list[list[str]]:
-    """Text for every row and column; the best of a column has a star."""
-    measured = [cell for row in ROWS if (cell := results.cell(row.name, micro_batches)) is not None]
+def main_lines(results: Results, micro_batches: int) -> list[list[str]]:
+    """Text for every strategy and column; the best of a column has a star."""
+    measured = [cell for _, cell in results.measured(micro_batches)]
     fastest = min(measured, key=lambda cell: cell.median_ms, default=None)
     fewest = min(measured, key=lambda cell: cell.sent_bytes, default=None)
     smallest = min(measured, key=lambda cell: cell.peak_bytes, default=None)
     lines = []
-    for row in ROWS:
-        cell = results.cell(row.name, micro_batches)
+    for strategy in STRATEGIES:
+        cell = results.cell(strategy.name, micro_batches)
         if cell is None:
-            if row.name in results.failed:
-                lines.append([row.title, "not run", *[""] * (len(COLUMNS) - 2)])
+            if strategy.name in results.failed:
+                lines.append([strategy.title, "not run", *[""] * (len(COLUMNS) - 2)])
             continue
         limit_ms, speedup, loss = (
             results.limit_ms(cell),
             results.speedup(cell),
-            results.final_loss(row.name),
+            results.final_loss(strategy.name),
         )
         lines.append(
             [
-                row.title,
+                strategy.title,
                 f"{cell.median_ms:.0f} ± {cell.median_ms * cell.spread:.0f}{_star(cell is fastest)}",
                 "-" if speedup is None else f"{speedup:.2f}x",
                 f"{limit_ms:.0f}",
@@ -84,19 +84,19 @@ def main_rows(results: Results, micro_batches: int) -> list[list[str]]:
     return lines
 
 
-def parts_rows(results: Results, micro_batches: int) -> list[list[str]]:
-    """A header and the milliseconds of each part that some row has."""
-    cells = [(row, cell) for row in ROWS if (cell := results.cell(row.name, micro_batches)) is not None]
+def parts_lines(results: Results, micro_batches: int) -> list[list[str]]:
+    """A header and the milliseconds of each part that some strategy has."""
+    cells = results.measured(micro_batches)
     parts = [part for part in PARTS if any(cell.parts_ms.get(part) for _, cell in cells)]
     lines = [["", *parts]]
-    for row, cell in cells:
-        lines.append([row.title, *(_milliseconds(cell, part) for part in parts)])
+    for strategy, cell in cells:
+        lines.append([strategy.title, *(_milliseconds(cell, part) for part in parts)])
     return lines
 
 
 def style_of(title: str) -> str:
     """How a line stands out."""
-    names = {row.title: row.name for row in ROWS}
+    names = {strategy.title: strategy.name for strategy in STRATEGIES}
     return {DEFAULT: "bold green", BASELINE: "bold"}.get(names.get(title, ""), "")
 
 
@@ -119,9 +119,9 @@ def as_table(title: str, lines: list[list[str]]) -> Table:
 
 
 def colors() -> dict[str, str]:
-    """One color per kind of row, for plots."""
+    """One color per kind of strategy, for plots."""
 
-    def color(row: Row) -> str:
-        return "#2a9d5c" if row.name == DEFAULT else "#8ecfa8" if row.is_ours else "#8a94a6"
+    def color(strategy: Strategy) -> str:
+        return "#2a9d5c" if strategy.name == DEFAULT else "#8ecfa8" if strategy.is_ours else "#8a94a6"
 
-    return {row.title: color(row) for row in ROWS}
+    return {strategy.title: color(strategy) for strategy in STRATEGIES}

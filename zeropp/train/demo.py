@@ -20,7 +20,7 @@ from .config import Preset
 from .metrics import FILE_NAME
 
 NODES, RANKS_PER_NODE = 2, 2
-ROWS: dict[str, Preset] = {"plain FSDP2": "off", "zeropp": "default"}
+RUNS: dict[str, Preset] = {"plain FSDP2": "off", "zeropp": "default"}
 """Names of the two runs, and what they send."""
 SIZE = ("--model.layers", "3", "--model.width", "128", "--model.heads", "4", "--batch.sequence", "64")
 """About 0.7M parameters, for two cores that four ranks share."""
@@ -95,7 +95,7 @@ def find_place(link: str) -> Iterator[Place]:
 
 def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict[str, Path]:
     """Train both, anew; returns the folder of each."""
-    folders = {name: folder / name.replace(" ", "-") for name in ROWS}
+    folders = {name: folder / name.replace(" ", "-") for name in RUNS}
     for name, run_folder in folders.items():
         shutil.rmtree(run_folder, ignore_errors=True)  # of an earlier demonstration
         program = [
@@ -105,7 +105,7 @@ def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict
             "--folder",
             str(run_folder),
             "--preset",
-            ROWS[name],
+            RUNS[name],
             *SIZE,
             *PRECISION,
         ]
