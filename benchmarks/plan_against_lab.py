@@ -19,11 +19,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from zeropp.bench.results import Results
+from zeropp.bench.run import Settings, run_bench
+from zeropp.bench.workload import Gpt, Workload
 from zeropp.lab import Cluster
-from zeropp.lab.bench import Settings, run_bench
-from zeropp.lab.results import Results
-from zeropp.lab.units import format_rate
-from zeropp.lab.workload import Gpt, Workload
+from zeropp.lab.link_properties import format_rate
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.dryrun import dry_run
 from zeropp.plan.hardware import Hardware

@@ -10,7 +10,7 @@ import pytest
 
 from zeropp.cli import main
 
-from ..lab.samples import sample_results
+from ..bench.samples import sample_results
 
 
 def zeropp(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zeropp
-from zeropp.lab.workload import Gpt, Workload
+from zeropp.bench.workload import Gpt, Workload
 from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
 from zeropp.strategies import Strategy

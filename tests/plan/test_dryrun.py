@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.plan.real import Case, ledger_of_second_step
 from tests.ranks import Ranks
+from zeropp.bench.workload import Gpt, Workload
 from zeropp.config import Config
-from zeropp.lab.workload import Gpt, Workload
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.dryrun import dry_run
 from zeropp.plan.models import Model, resolve

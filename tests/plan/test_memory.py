@@ -5,7 +5,7 @@ import torch
 
 from tests.plan.real import Case, peak_of_second_step
 from tests.ranks import Ranks
-from zeropp.lab.workload import Workload
+from zeropp.bench.workload import Workload
 from zeropp.plan.dryrun import dry_run
 from zeropp.plan.memory import LiveStorages, MemoryEstimate, nbytes_of
 from zeropp.strategies import find_strategy

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from tests.plan.real import Case
 from tests.ranks import Ranks
-from zeropp.lab.workload import Workload
+from zeropp.bench.workload import Workload
 from zeropp.plan.models import PlanError
 from zeropp.plan.rehearsal import rehearse
 from zeropp.strategies import find_strategy

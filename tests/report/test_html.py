@@ -4,7 +4,7 @@ import re
 
 from zeropp.report import render_html
 
-from ..lab.samples import sample_results
+from ..bench.samples import sample_results
 
 
 def test_the_report_is_one_file_that_loads_nothing() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from zeropp.comm.ledger import render
 from zeropp.report.tables import COLUMNS, bench_tables, main_lines, parts_lines
 
-from ..lab.samples import sample_results
+from ..bench.samples import sample_results
 
 
 def test_main_lines_have_every_column_and_mark_the_best() -> None:

@@ -10,8 +10,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..lab.bench import Settings, run_bench
-from ..lab.results import Results, verdicts
+from ..bench.results import Results, verdicts
+from ..bench.run import Settings, run_bench
 from ..report import bench_tables, render_html
 from ..report.tables import EXPLANATION
 

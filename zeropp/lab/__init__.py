@@ -2,8 +2,8 @@
 
 from .cluster import Cluster, LabError, Link, LinkCounters
 from .job import Job, JobError, JobResult
+from .link_changes import Change, Schedule
 from .processes import clean
-from .schedule import Change, Schedule
 
 __all__ = [
     "Change",

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from .job import LINE_PREFIX, Job, JobResult, OnLine
+from .link_properties import parse_delay_us, parse_loss_percent, parse_rate_bit_s
 from .processes import RUN_VARIABLE, folder_of, run_id
-from .units import parse_delay_us, parse_loss_percent, parse_rate_bit_s
 
 INTERFACE = "eth0"
 FIRST_PORT = 29500
@@ -183,7 +183,7 @@ class Cluster:
         """The command line that runs `command` inside a node; for anyone to start while the cluster is up."""
         owner = str(self._running().pid)
         namespace_fd = str(self._namespace_fds[self._check_node(node)])
-        enter = [sys.executable, "-I", "-S", str(HERE / "enter.py")]
+        enter = [sys.executable, "-I", "-S", str(HERE / "enter_node.py")]
         return [*enter, owner, namespace_fd, str(int(self.rootless)), *command]
 
     def address(self, node: int) -> str:
@@ -227,7 +227,7 @@ class Cluster:
             *("--nproc-per-node", str(self.ranks_per_node)),
             *("--master-addr", self.address(0), "--master-port", str(port)),
             *("--tee", "3", "--log-dir", str(folder / f"node-{node}")),
-            *(str(HERE / "rank.py"), str(folder), *program),
+            *(str(HERE / "report_exit.py"), str(folder), *program),
         ]
 
     def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:

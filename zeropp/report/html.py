@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from ..lab.results import Results, verdicts
-from ..lab.timeline import PARTS
+from ..bench.profile import PARTS
+from ..bench.results import Results, verdicts
 from ..strategies import STRATEGIES
 from .page import HEIGHT, Figures, graph_objects, page, table
 from .tables import COLUMNS, EXPLANATION, colors, main_lines, parts_lines, style_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from ..lab.results import Cell, Results
-from ..lab.timeline import PARTS
+from ..bench.profile import PARTS
+from ..bench.results import Cell, Results
 from ..strategies import BASELINE, DEFAULT, STRATEGIES, Strategy
 
 MIB = 2**20

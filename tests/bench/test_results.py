@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zeropp.lab.results import Cell, Results, verdicts
+from zeropp.bench.results import Cell, Results, verdicts
 
 from .samples import sample_results
 

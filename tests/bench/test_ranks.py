@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from zeropp.bench.ranks import Ranks, StrategyError
+from zeropp.bench.workload import Workload
 from zeropp.lab import Cluster, JobError
-from zeropp.lab.crew import Crew, StrategyError
-from zeropp.lab.workload import Workload
 
 TINY = Workload(layers=1, width=64, batch=1)
 
 
 def call_after_the_ranks_were_killed(cluster: Cluster) -> None:
-    with Crew(cluster) as crew:
+    with Ranks(cluster) as ranks:
         with pytest.raises(StrategyError, match="strategy is 'nothing'; expected one of"):
-            crew.call("build", strategy="nothing", workload=TINY)
-        built = crew.call("build", strategy="wire16", workload=TINY)  # the ranks are still there
+            ranks.call("build", strategy="nothing", workload=TINY)
+        built = ranks.call("build", strategy="wire16", workload=TINY)  # the ranks are still there
         assert built[0] == built[1]
         cluster._kill()
-        crew.call("steps", count=1, micro_batches=1)
+        ranks.call("steps", count=1, micro_batches=1)
 
 
 def test_errors_of_rows_and_the_end_of_ranks() -> None:

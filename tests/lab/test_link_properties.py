@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.lab.units import format_rate, parse_delay_us, parse_loss_percent, parse_rate_bit_s
+from zeropp.lab.link_properties import format_rate, parse_delay_us, parse_loss_percent, parse_rate_bit_s
 
 
 @pytest.mark.parametrize("text", ["", "1", "1 gbit", "1Gbit", "-1gbit", "1gb", "9kbit", "33gbit", "fast"])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from zeropp.bench.ranks import Ranks
+from zeropp.bench.workload import Workload
 from zeropp.lab import Cluster
-from zeropp.lab.crew import Crew
-from zeropp.lab.workload import Workload
 
 SMALL = Workload(layers=2, width=256, batch=2)
 STEPS = 5
@@ -21,11 +21,11 @@ def runs() -> dict[str, list[dict[str, Any]]]:
     if find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install 'zeropp[deepspeed]'")
     found = {}
-    with Cluster(nodes=2, ranks_per_node=2) as cluster, Crew(cluster) as crew:
+    with Cluster(nodes=2, ranks_per_node=2) as cluster, Ranks(cluster) as ranks:
         for strategy in ("fsdp2", "deepspeed", "deepspeed-hpz"):
-            built = crew.call("build", strategy=strategy, workload=SMALL)
-            crew.call("steps", count=1, micro_batches=1)  # in which DeepSpeed sets itself up, and sends more
-            steps = crew.call("steps", count=STEPS, micro_batches=1)
+            built = ranks.call("build", strategy=strategy, workload=SMALL)
+            ranks.call("steps", count=1, micro_batches=1)  # in which DeepSpeed sets itself up, and sends more
+            steps = ranks.call("steps", count=STEPS, micro_batches=1)
             found[strategy] = [run | answer for run, answer in zip(steps, built, strict=True)]
     return found
 

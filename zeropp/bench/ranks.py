@@ -8,8 +8,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from types import TracebackType
 from typing import Any, Self
 
-from .cluster import Cluster
-from .job import JobError
+from ..lab import Cluster, JobError
 
 START_SECONDS, CALL_SECONDS = 120.0, 1200.0
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
@@ -21,11 +20,11 @@ class StrategyError(Exception):
     """A strategy cannot be run: the same error on every rank."""
 
 
-class Crew:
-    """Workers on every rank of a cluster.
+class Ranks:
+    """A `RankProcess` on every rank of a cluster.
 
-    with Cluster() as cluster, Crew(cluster) as crew:
-        crew.call("build", strategy="default", workload=Workload())
+    with Cluster() as cluster, Ranks(cluster) as ranks:
+        ranks.call("build", strategy="default", workload=Workload())
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -35,7 +34,9 @@ class Crew:
     def __enter__(self) -> Self:
         address = str(self._cluster.folder / "socket")
         with Listener(address, family="AF_UNIX", backlog=self._cluster.world_size) as listener:
-            self._job = self._cluster.start(["-m", "zeropp.lab.worker", address], environment=KEEP_MEMORY)
+            self._job = self._cluster.start(
+                ["-m", "zeropp.bench.rank_process", address], environment=KEEP_MEMORY
+            )
             self._connections = self._accept(listener)
         return self
 
@@ -50,7 +51,7 @@ class Crew:
             self._job.stop()
 
     def call(self, command: str, **arguments: Any) -> list[Any]:
-        """Run a method of Worker on all ranks; what it returned, by rank."""
+        """Run a method of RankProcess on all ranks; what it returned, by rank."""
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # it ended; the answer will say so
                 connection.send((command, arguments))

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..lab.link_properties import format_rate
 from ..strategies import BASELINE, DEFAULT, NOT_RUN, STRATEGIES, Strategy
-from .units import format_rate
 from .workload import Workload
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .cluster import Cluster, Link
-from .units import parse_delay_us
+from .link_properties import parse_delay_us
 
 PROPERTIES = ("link", "delay", "loss")
 EXPECTED = (

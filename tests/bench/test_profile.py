@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zeropp.lab.timeline import PARTS, part_of, split_step
+from zeropp.bench.profile import PARTS, part_of, split_step
 from zeropp.labels import Label
 
 

@@ -1,4 +1,5 @@
-"""One rank of a lab job: rank.py FOLDER PROGRAM..., run by torchrun in the place of the program.
+"""Runs one rank of a lab job and reports its exit: report_exit.py FOLDER PROGRAM..., run by torchrun in the
+place of the program.
 
 torchrun tells the exit code of the first rank that failed. This one runs the program, leaves its exit code in
 FOLDER/<rank> (negative: the signal that ended it), and ends with the same.

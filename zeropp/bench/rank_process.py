@@ -1,6 +1,6 @@
 """A rank of the benchmark: does what the bench process says over a unix socket, which crosses no link.
 
-    python -m zeropp.lab.worker SOCKET        (started by torchrun)
+    python -m zeropp.bench.rank_process SOCKET        (started by torchrun)
 
 One model at a time. Every model gets a process group of its own, so that it starts like a fresh job.
 """
@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.profiler import ProfilerActivity, profile
 
+from ..lab.cluster import INTERFACE
 from ..memory import PeakMemory
 from ..strategies import find_strategy
-from .cluster import INTERFACE
-from .timeline import split_step
-from .trainee import Trainee, make_trainee
+from .profile import split_step
+from .training import Training, start_training
 from .workload import Workload
 
 STORE_PORT = 29400
@@ -50,7 +50,7 @@ class Steps:
     """Of this rank, with the threads of gloo, over all steps."""
 
 
-class Worker:
+class RankProcess:
     def __init__(self) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -58,11 +58,11 @@ class Worker:
             os.environ["MASTER_ADDR"], STORE_PORT, self.world_size, self.rank == 0, timeout=TIMEOUT
         )
         self.builds = 0
-        self.trainee: Trainee | None = None
+        self.training: Training | None = None
         self.peak_memory: PeakMemory | None = None
 
     def build(self, strategy: str, workload: Workload) -> dict[str, int]:
-        """Replace the model. A strategy may refuse; it does so on all ranks, and the worker stays usable."""
+        """Replace the model. A strategy may refuse; it does so on all ranks, and the process goes on."""
         self.drop()
         self.builds += 1
         dist.init_process_group(
@@ -73,30 +73,30 @@ class Worker:
             timeout=TIMEOUT,
         )
         self.peak_memory = PeakMemory()
-        self.trainee = make_trainee(find_strategy(strategy), workload, self.ranks_per_node)
+        self.training = start_training(find_strategy(strategy), workload, self.ranks_per_node)
         self.peak_memory.restart()  # what building took is over
-        return {"parameters": self.trainee.parameters()}
+        return {"parameters": self.training.parameters()}
 
     def drop(self) -> None:
-        self.trainee = None
+        self.training = None
         gc.collect()
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
     def steps(self, count: int, micro_batches: int) -> dict[str, Any]:
-        trainee = self._trainee()
-        ledger_before = trainee.ledger_bytes()
+        training = self._training()
+        ledger_before = training.ledger_bytes()
         (tx_before, rx_before), seconds, losses = _link_bytes(), [], []
         cpu_before, started = time.process_time(), time.monotonic()
         for _ in range(count):
-            losses.append(trainee.step(micro_batches))
+            losses.append(training.step(micro_batches))
             now = time.monotonic()
             seconds.append(now - started)
             started = now
         cpu_seconds = time.process_time() - cpu_before
         tx_bytes, rx_bytes = _link_bytes()
-        ledger_now = trainee.ledger_bytes()
+        ledger_now = training.ledger_bytes()
         counted = None if ledger_now is None or ledger_before is None else ledger_now - ledger_before
         return asdict(
             Steps(seconds, losses, tx_bytes - tx_before, rx_bytes - rx_before, counted, cpu_seconds)
@@ -107,22 +107,22 @@ class Worker:
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             started = time.monotonic()
-            self._trainee().step(micro_batches)
+            self._training().step(micro_batches)
             step_ms = (time.monotonic() - started) * 1e3
         return split_step(profiler, step_ms)
 
     def memory(self) -> dict[str, int]:
-        trainee = self._trainee()
+        training = self._training()
         assert self.peak_memory is not None
         return {
             "peak_bytes": self.peak_memory.bytes,
-            "model_state_bytes": trainee.model_state_bytes(),
-            "communication_bytes": trainee.communication_bytes(),
+            "model_state_bytes": training.model_state_bytes(),
+            "communication_bytes": training.communication_bytes(),
         }
 
-    def _trainee(self) -> Trainee:
-        assert self.trainee is not None
-        return self.trainee
+    def _training(self) -> Training:
+        assert self.training is not None
+        return self.training
 
 
 def _link_bytes() -> tuple[int, int]:
@@ -139,16 +139,16 @@ def _link_bytes() -> tuple[int, int]:
 def main(address: str) -> None:
     logging.getLogger("zeropp").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    worker = Worker()
+    process = RankProcess()
     with Client(address, family="AF_UNIX") as connection:
-        connection.send(worker.rank)
+        connection.send(process.rank)
         while True:
             try:
                 command, arguments = connection.recv()
             except EOFError:
                 return
             try:
-                connection.send((True, getattr(worker, command)(**arguments)))
+                connection.send((True, getattr(process, command)(**arguments)))
             except Exception:
                 connection.send((False, traceback.format_exc()))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.lab.bench import Settings, run_bench
-from zeropp.lab.workload import Workload
+from zeropp.bench.run import Settings, run_bench
+from zeropp.bench.workload import Workload
 
 SMALL = Workload(layers=2, width=128, batch=1)
 

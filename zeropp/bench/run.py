@@ -23,11 +23,11 @@ import torch
 import tyro
 
 from .. import __version__
+from ..lab import Cluster
+from ..lab.link_properties import UNLIMITED, parse_rate_bit_s
 from ..strategies import BASELINE, COMPUTE, STRATEGIES, Strategy, find_strategy
-from .cluster import Cluster
-from .crew import Crew, StrategyError
+from .ranks import Ranks, StrategyError
 from .results import Cell, Results
-from .units import UNLIMITED, parse_rate_bit_s
 from .workload import Workload
 
 Regime = Literal["paper", "slow", "fast"]
@@ -87,8 +87,8 @@ def run_bench(
 ) -> Results:
     """Run it all. Takes minutes; `on_results` gets what there is whenever all strategies had their turn."""
     shape = (settings.nodes, settings.ranks_per_node)
-    with Cluster(*shape, UNLIMITED, settings.delay, settings.loss) as cluster, Crew(cluster) as crew:
-        bench = _Bench(settings, cluster, crew, on_progress)
+    with Cluster(*shape, UNLIMITED, settings.delay, settings.loss) as cluster, Ranks(cluster) as ranks:
+        bench = _Bench(settings, cluster, ranks, on_progress)
         bench.calibrate()
         bench.learn()
         bench.measure(on_results or (lambda _: None))
@@ -96,8 +96,8 @@ def run_bench(
 
 
 class _Bench:
-    def __init__(self, settings: Settings, cluster: Cluster, crew: Crew, on_progress: OnProgress) -> None:
-        self.settings, self.cluster, self.crew = settings, cluster, crew
+    def __init__(self, settings: Settings, cluster: Cluster, ranks: Ranks, on_progress: OnProgress) -> None:
+        self.settings, self.cluster, self.ranks = settings, cluster, ranks
         self.results = Results(
             nodes=settings.nodes,
             ranks_per_node=settings.ranks_per_node,
@@ -202,10 +202,10 @@ class _Bench:
             cell.ledger_bytes = sum(run["ledger_bytes"] for run in runs) / len(leaders) / count
         cell.cores_ms = 1e3 * sum(run["cpu_seconds"] for run in runs) / count / len(os.sched_getaffinity(0))
         if number == 0:
-            for name, values in _by_name(self.crew.call("memory")).items():
+            for name, values in _by_name(self.ranks.call("memory")).items():
                 setattr(cell, name, int(max(values)))
         if number == self.settings.rounds - 1:
-            parts = _by_name(self.crew.call("timeline", micro_batches=micro_batches))
+            parts = _by_name(self.ranks.call("timeline", micro_batches=micro_batches))
             cell.parts_ms = {name: sum(values) / len(values) for name, values in parts.items()}
 
     def _build(
@@ -213,7 +213,9 @@ class _Bench:
     ) -> int:
         """A fresh model of the strategy, warmed up on open links; then shape them. Returns its parameters."""
         self._set_links(UNLIMITED)
-        answers = self.crew.call("build", strategy=strategy.name, workload=workload or self.settings.workload)
+        answers = self.ranks.call(
+            "build", strategy=strategy.name, workload=workload or self.settings.workload
+        )
         if warm_up_micro_batches:  # two in all, so that one of several has met the accumulation of gradients
             several = min(warm_up_micro_batches, WARM_UP_MICRO_BATCHES)
             self._steps(WARM_UP_MICRO_BATCHES // several, several)
@@ -221,7 +223,7 @@ class _Bench:
         return int(answers[0]["parameters"])
 
     def _steps(self, count: int, micro_batches: int) -> list[dict[str, Any]]:
-        return self.crew.call("steps", count=count, micro_batches=micro_batches)
+        return self.ranks.call("steps", count=count, micro_batches=micro_batches)
 
     def _try(self, strategy: Strategy, run: Callable[[], None]) -> None:
         if strategy.name in self.results.failed:

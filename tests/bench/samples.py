@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zeropp.lab.results import Cell, Results
-from zeropp.lab.workload import Workload
+from zeropp.bench.results import Cell, Results
+from zeropp.bench.workload import Workload
 
 MIB = 2**20
 

@@ -23,7 +23,7 @@ from ..strategies import Strategy
 from .workload import Data, Gpt, Workload
 
 
-class DeepSpeedTrainee:
+class DeepSpeedTraining:
     def __init__(self, strategy: Strategy, workload: Workload, ranks_per_node: int) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed  # type: ignore[import-not-found]  # optional: see Strategy.why_not

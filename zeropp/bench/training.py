@@ -1,4 +1,4 @@
-"""One strategy in training: the model, sharded and treated as the strategy says, and its optimizer step."""
+"""A model in training, sharded and sent as its strategy says, and its optimizer step, on one rank."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..fsdp import find_units
 from ..handle import ZeroPP, apply
 from ..strategies import Strategy
-from .deepspeed_peer import DeepSpeedTrainee
+from .deepspeed_peer import DeepSpeedTraining
 from .workload import Data, Gpt, Workload
 
 
-class Trainee(Protocol):
-    """What the worker needs of a strategy in training."""
+class Training(Protocol):
+    """A model in training, whichever library does it."""
 
     def step(self, micro_batches: int) -> float:
         """One optimizer step; the loss of this rank."""
@@ -31,7 +30,7 @@ class Trainee(Protocol):
         """What the ledger says has left this rank's node so far; None: no ledger."""
 
 
-class FsdpTrainee:
+class FsdpTraining:
     """FSDP2 in all its variants, with zeropp or without."""
 
     def __init__(self, strategy: Strategy, workload: Workload, ranks_per_node: int) -> None:
@@ -81,10 +80,10 @@ class FsdpTrainee:
         return None if self.zpp is None else self.zpp.ledger.total().across_bytes
 
 
-def make_trainee(strategy: Strategy, workload: Workload, ranks_per_node: int) -> Trainee:
+def start_training(strategy: Strategy, workload: Workload, ranks_per_node: int) -> Training:
     if strategy.engine == "deepspeed":
-        return DeepSpeedTrainee(strategy, workload, ranks_per_node)
-    return FsdpTrainee(strategy, workload, ranks_per_node)
+        return DeepSpeedTraining(strategy, workload, ranks_per_node)
+    return FsdpTraining(strategy, workload, ranks_per_node)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -93,8 +92,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _send_nothing(model: nn.Module) -> None:
-    for unit in find_units(model):
-        unit.install(_NoAllGather(), _NoReduceScatter())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_NoAllGather())
+            module.set_custom_reduce_scatter(_NoReduceScatter())
 
 
 class _NoAllGather:
