@@ -17,7 +17,7 @@ from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import Trainer, batches, local, loss_of, make_net
 from zeropp.kept import Kept
-from zeropp.memory import PeakMemory
+from zeropp.peak_memory import PeakMemory
 
 EXACT = zeropp.Config(weights="none", gradients_in_node="none", gradients_across="none", node_size=2)
 ON_2X2 = zeropp.Config(node_size=2)
@@ -243,7 +243,7 @@ def _released(config: zeropp.Config) -> dict[str, Any]:
         sent.append(zpp.ledger.total(collective="all_gather", hop="across").wire_bytes - before)
         kept.append(zpp.communication_bytes)
     assert zpp is not None
-    errors = sum(treatment.keeps().errors for treatment in zpp.treatments)
+    errors = sum(comms.keeps().errors for comms in zpp.unit_comms)
     zpp.set_requires_cross_node_sync(False)
     trainer.backward()
     return {"kept": kept, "sent": sent, "losses": losses, "pending": error_of(zpp.release), "errors": errors}
@@ -325,16 +325,16 @@ def _announced(config: zeropp.Config, options: dict[str, Any]) -> dict[str, Any]
     trainer = Trainer(config, net=net)
     zpp = trainer.zpp
     assert zpp is not None
-    told, summary = [t.will_keep() for t in zpp.treatments], zpp.summary()
-    assert all(t.keeps() == Kept() for t in zpp.treatments)
+    told, summary = [comms.will_keep() for comms in zpp.unit_comms], zpp.summary()
+    assert all(comms.keeps() == Kept() for comms in zpp.unit_comms)
     warned = [record.getMessage() for record in handler.buffer]
     trainer.step()
     zpp.set_requires_cross_node_sync(False)
     logging.getLogger("zeropp").removeHandler(handler)
     trainer.optimizer.zero_grad()
     trainer.backward()
-    during = [t.keeps() for t in zpp.treatments]
-    shards = sum(t.unit.shard_bytes for t in zpp.treatments)
+    during = [comms.keeps() for comms in zpp.unit_comms]
+    shards = sum(comms.unit.shard_bytes for comms in zpp.unit_comms)
     accumulating = [record.getMessage() for record in handler.buffer][len(warned) :]
     found = {"told": told, "kept": during, "summary": summary, "shards": shards}
     return found | {"at apply": warned, "accumulating": accumulating}

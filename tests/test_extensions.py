@@ -83,7 +83,7 @@ def _outputs(subclass: type[GathersHalves], name: str) -> Any:
     with torch.no_grad():
         same = all(torch.equal(plain[0](x), ours[0](x)) for _ in range(2))  # from the shard, then reused
         quantized = not torch.equal(plain[1](x), ours[1](x))
-    rows = [treatment.describe() for treatment in zpp.treatments]
+    rows = [comms.describe() for comms in zpp.unit_comms]
     return same, quantized, [(row["weights"], row["notes"]) for row in rows]
 
 

@@ -61,33 +61,33 @@ def _oddities() -> dict[str, Any]:
 
     alone = nn.Linear(4, 4)
     fully_shard(alone, mesh=mesh["shard"])
-    found["sub-mesh"] = zeropp.apply(alone, zeropp.Config(node_size=2)).treatments[0].notes
+    found["sub-mesh"] = zeropp.apply(alone, zeropp.Config(node_size=2)).unit_comms[0].notes
 
     hybrid = nn.Linear(4, 4)
     fully_shard(hybrid, mesh=mesh)
-    found["hsdp"] = zeropp.apply(hybrid, zeropp.Config(node_size=2)).treatments[0].notes
+    found["hsdp"] = zeropp.apply(hybrid, zeropp.Config(node_size=2)).unit_comms[0].notes
 
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False))
     fully_shard(mixed)
-    found["mixed"] = zeropp.apply(mixed, zeropp.Config(node_size=2)).treatments[0].notes
+    found["mixed"] = zeropp.apply(mixed, zeropp.Config(node_size=2)).unit_comms[0].notes
 
     uniform = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False))
     fully_shard(uniform, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    found["cast"] = zeropp.apply(uniform, zeropp.Config(node_size=2)).treatments[0].notes
+    found["cast"] = zeropp.apply(uniform, zeropp.Config(node_size=2)).unit_comms[0].notes
 
     frozen = nn.Linear(4, 4).requires_grad_(False)
     fully_shard(frozen)
-    found["frozen"] = zeropp.apply(frozen, zeropp.Config(node_size=2)).treatments[0].notes
+    found["frozen"] = zeropp.apply(frozen, zeropp.Config(node_size=2)).unit_comms[0].notes
 
     direct = nn.Linear(4, 4)
     fully_shard(direct)
-    found["int4"] = zeropp.apply(direct, zeropp.Config(node_size=2, weights="int4")).treatments[0].notes
+    found["int4"] = zeropp.apply(direct, zeropp.Config(node_size=2, weights="int4")).unit_comms[0].notes
 
     custom = nn.Linear(4, 4)
     fully_shard(custom)
     cast(FSDPModule, custom).set_custom_all_gather(_CustomAllGather())  # type: ignore[arg-type]
     zpp = zeropp.apply(custom, zeropp.Config(node_size=2))
-    found["custom"] = zpp.treatments[0].left_alone
+    found["custom"] = zpp.unit_comms[0].left_alone
     found["custom summary"] = zpp.summary()
     return found
 
@@ -113,7 +113,7 @@ def _one_rank() -> tuple[str | None, float]:
     zpp = zeropp.apply(net)
     out = net(torch.arange(5)).sum()
     out.backward()
-    return zpp.treatments[0].left_alone, out.item()
+    return zpp.unit_comms[0].left_alone, out.item()
 
 
 def test_a_group_of_one_is_left_alone_and_works(ranks: Ranks) -> None:
@@ -136,7 +136,7 @@ def _several_groups() -> tuple[dict[str, str | None], bool]:
     out = model(torch.ones(2, 8)).sum()
     out.backward()
     dist.barrier()
-    return {t.unit.name: t.left_alone for t in zpp.treatments}, bool(out.isfinite())
+    return {comms.unit.name: comms.left_alone for comms in zpp.unit_comms}, bool(out.isfinite())
 
 
 def test_several_parameter_groups_are_left_alone(ranks: Ranks) -> None:
@@ -236,7 +236,7 @@ def _sent_as_they_are() -> tuple[list[str], str]:
     fully_shard(model)
     zpp = zeropp.apply(model, zeropp.Config(node_size=2))
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    return zpp.treatments[0].notes, zpp.summary()
+    return zpp.unit_comms[0].notes, zpp.summary()
 
 
 def test_gradients_that_cannot_be_encoded_are_named(ranks: Ranks) -> None:

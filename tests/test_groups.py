@@ -122,13 +122,13 @@ def _own_groups_for_gradients() -> Any:
             trainer.zpp = zeropp.apply(trainer.net, CONFIGS["default"])
             assert trainer.zpp is not zpp
             assert zeropp.apply(trainer.net, CONFIGS["default"]) is trainer.zpp
-        comms = trainer.zpp.treatments[0].comms
+        comms = trainer.zpp.unit_comms[0].pair
         assert comms is not None
         weights, gradients = comms
         shared.append([hop.group for hop in weights.hops] == [hop.group for hop in gradients.hops[::-1]])
         losses.append([trainer.step() for _ in range(2)])
     assert trainer.zpp is not None
-    return shared, losses[0] == losses[1], {note for t in trainer.zpp.treatments for note in t.notes}
+    return shared, losses[0] == losses[1], {note for comms in trainer.zpp.unit_comms for note in comms.notes}
 
 
 def test_gradients_have_groups_of_their_own_if_fsdp2_was_asked_for_it(ranks: Ranks) -> None:

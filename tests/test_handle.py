@@ -70,7 +70,10 @@ def _overridden() -> tuple[str, dict[str, Any]]:
     zpp = zeropp.apply(net, ON_2X2, overrides=overrides)
     loss_of(net, next(batches())).backward()  # type: ignore[no-untyped-call]
     hops = {(key.unit, key.hop) for key, _ in zpp.ledger.rows()}
-    return zpp.summary(), {"configs": {t.unit.name: t.config for t in zpp.treatments}, "hops": hops}
+    return zpp.summary(), {
+        "configs": {comms.unit.name: comms.config for comms in zpp.unit_comms},
+        "hops": hops,
+    }
 
 
 def test_overrides_by_name_first_match_counts(ranks: Ranks) -> None:
@@ -109,7 +112,7 @@ def _apply_again() -> None:
     part = zeropp.apply(net.blocks[0], ON_2X2)
     assert "already applied to another module" in error_of(zeropp.apply, net, ON_2X2)
     other = zeropp.apply(net.blocks[1], ON_2X2)
-    assert {t.unit.name for t in part.treatments + other.treatments} == {"(root)"}
+    assert {comms.unit.name for comms in part.unit_comms + other.unit_comms} == {"(root)"}
 
 
 def test_apply_twice_replace_remove_and_parts(ranks: Ranks) -> None:

@@ -137,13 +137,13 @@ def _kept_state() -> tuple[bool, bool, bool]:
     assert zpp is not None
     trainer.step()
     trainer.evaluate()
-    before = [t.comms for t in zpp.treatments]
+    before = [comms.pair for comms in zpp.unit_comms]
     zpp.set_config(zeropp.Config.four_bit(node_size=2, rounding="stochastic"))
     same_errors = all(
-        new.comms.reduce_scatter.feedback is old.reduce_scatter.feedback
-        and new.comms.all_gather.node_shard is old.all_gather.node_shard
-        for new, old in zip(zpp.treatments, before, strict=True)
-        if new.comms is not None and old is not None
+        new.pair.reduce_scatter.feedback is old.reduce_scatter.feedback
+        and new.pair.all_gather.node_shard is old.all_gather.node_shard
+        for new, old in zip(zpp.unit_comms, before, strict=True)
+        if new.pair is not None and old is not None
     )
     zpp.ledger.reset()
     trainer.evaluate()

@@ -18,7 +18,7 @@ CLONE_NEWUTS = 0x04000000
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4))
-def test_rows_of_a_column_are_adjacent_for_any_assignment(
+def test_rows_of_a_rail_are_adjacent_for_any_assignment(
     data: st.DataObject, nodes: int, per_node: int
 ) -> None:
     size = nodes * per_node
@@ -28,11 +28,11 @@ def test_rows_of_a_column_are_adjacent_for_any_assignment(
     layout = Topology(tuple(ranks), tuple(numbering[label] for label in labels), rank=0)
     assert layout.is_even
     assert sorted(layout.row_order) == list(range(size))
-    for column in layout.columns:
-        assert sorted(layout.node_of[p] for p in column) == list(range(nodes))  # one of each node
-        members = [layout.ranks[p] for p in column]
+    for rail in layout.rails:
+        assert sorted(layout.node_of[p] for p in rail) == list(range(nodes))  # one of each node
+        members = [layout.ranks[p] for p in rail]
         assert members == sorted(members)  # as a process group orders them
-    assert [p for column in layout.columns for p in column] == list(layout.row_order)
+    assert [p for rail in layout.rails for p in rail] == list(layout.row_order)
 
 
 def test_a_layout_is_described() -> None:
@@ -128,7 +128,7 @@ def _hop_sums() -> Any:
     return sums
 
 
-def test_hop_groups_connect_columns_and_nodes(ranks: Ranks) -> None:
+def test_hop_groups_connect_rails_and_nodes(ranks: Ranks) -> None:
     results = ranks.run(_hop_sums, world=6)
     assert results[0] == [("across", 3, 10101), ("in-node", 2, 11)]
     assert results[5] == [("across", 3, 101010), ("in-node", 2, 110000)]

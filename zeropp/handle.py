@@ -1,4 +1,4 @@
-"""`apply`, and the `ZeroPP` it returns: which unit is treated how, and what happens to the model meanwhile.
+"""`apply`, and the `ZeroPP` it returns: what every unit sends, and what happens to the model meanwhile.
 
 [Note: What tells us that weights changed]
 Optimizer steps: torch's global step hooks, see optimizer_steps.py; only units with a parameter in that
@@ -29,7 +29,7 @@ from .config import Config
 from .fsdp import Unit, find_units
 from .kept import Kept
 from .optimizer_steps import OptimizerSteps
-from .treatment import Treatment, choose_configs, treat
+from .unit_comms import UnitComms, choose_configs, decide_comms
 from .zero_grad import listen
 
 logger = logging.getLogger("zeropp")
@@ -45,14 +45,14 @@ class ZeroPP:
         self,
         config: Config,
         overrides: Mapping[str, Config],
-        treatments: list[Treatment],
+        unit_comms: list[UnitComms],
         ledger: Ledger,
         scratch: Scratch,
         alarm: Alarm,
     ) -> None:
         self.config = config
         self.overrides = dict(overrides)
-        self.treatments = treatments
+        self.unit_comms = unit_comms
         self.ledger = ledger
         """What this rank sent, per unit, collective and hop."""
         self._scratch = scratch
@@ -69,7 +69,7 @@ class ZeroPP:
         all units share, is not in it: see `communication_bytes`.
         """
         self._alarm.raise_if_any()
-        rows = [treatment.describe() for treatment in self.treatments]
+        rows = [comms.describe() for comms in self.unit_comms]
         table = Table(title=f"zeropp on {len(rows)} units")
         for column in rows[0]:
             table.add_column(column, justify="right" if column in NUMBERS else "left")
@@ -80,12 +80,12 @@ class ZeroPP:
     @property
     def communication_bytes(self) -> int:
         """Memory that zeropp keeps on this rank: node shards, pending gradients, kept errors and scratch."""
-        return self._scratch.nbytes + sum(treatment.keeps().total for treatment in self.treatments)
+        return self._scratch.nbytes + sum(comms.keeps().total for comms in self.unit_comms)
 
     @property
     def node_shard_bytes(self) -> int:
         """The part of `communication_bytes` that is node shards: what `Config.secondary` costs."""
-        return sum(treatment.keeps().node_shard for treatment in self.treatments)
+        return sum(comms.keeps().node_shard for comms in self.unit_comms)
 
     def invalidate(self) -> None:
         """Say that weights were changed by other means than an optimizer step or `load_state_dict`.
@@ -112,17 +112,17 @@ class ZeroPP:
         if not self._handles:
             raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
         # Everything that can fail comes before the first change.
-        chosen = choose_configs([treatment.unit for treatment in self.treatments], config, overrides)
-        treatments = [
-            treat(unit, own, self.ledger, self._scratch, self._alarm) for unit, own in chosen.items()
+        chosen = choose_configs([comms.unit for comms in self.unit_comms], config, overrides)
+        unit_comms = [
+            decide_comms(unit, own, self.ledger, self._scratch, self._alarm) for unit, own in chosen.items()
         ]
-        for old, new in zip(self.treatments, treatments, strict=True):
-            if old.comms is not None and new.comms is not None:
-                new.comms.take_over(old.comms)
+        for old, new in zip(self.unit_comms, unit_comms, strict=True):
+            if old.pair is not None and new.pair is not None:
+                new.pair.take_over(old.pair)
         self._remove_hooks()
-        self.config, self.overrides, self.treatments = config, overrides, treatments
-        for treatment in treatments:
-            treatment.unit.send_unused_as_set()
+        self.config, self.overrides, self.unit_comms = config, overrides, unit_comms
+        for comms in unit_comms:
+            comms.unit.send_unused_as_set()
         self._install()
         if self._accumulates:
             self._prepare_to_accumulate()
@@ -137,8 +137,8 @@ class ZeroPP:
         """
         self._alarm.raise_if_any()
         units = {
-            treatment.unit.name: {"weights": gather.state_dict(), "gradients": reduce.state_dict()}
-            for treatment, gather, reduce in self._installed()
+            comms.unit.name: {"weights": gather.state_dict(), "gradients": reduce.state_dict()}
+            for comms, gather, reduce in self._installed()
         }
         return {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "units": units}
 
@@ -146,7 +146,7 @@ class ZeroPP:
         """Go on from what `state_dict` of this rank returned. Call it after loading the model: loading
         weights forgets all that is kept. Its tensors may be on any device. A run on other ranks goes on
         without it: the weights are sent anew, and kept errors start at zero."""
-        installed = {t.unit.name: (gather, reduce) for t, gather, reduce in self._installed()}
+        installed = {comms.unit.name: (gather, reduce) for comms, gather, reduce in self._installed()}
         mine = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         theirs = {name: state.get(name) for name in mine}
         if theirs != mine or state["units"].keys() != installed.keys():
@@ -194,7 +194,9 @@ class ZeroPP:
         are zero: scaled, converted, added and shown to hooks by FSDP2 itself. Costs that micro-batch's
         communication, and the memory of one unit's gradients. Call it on every rank, after backward.
         """
-        pending = [(t.unit, reduce) for t, _, reduce in self._installed() if reduce.pending is not None]
+        pending = [
+            (comms.unit, reduce) for comms, _, reduce in self._installed() if reduce.pending is not None
+        ]
         if off := [unit.name for unit, _ in pending if not unit.reduces_gradients]:
             raise RuntimeError(
                 f"flush() while FSDP2 reduces no gradients of {', '.join(off)}; call "
@@ -224,21 +226,21 @@ class ZeroPP:
 
     def gradients_zeroed(self, params: set[int]) -> None:
         """zero_grad() ran for the parameters with these ids: what is pending for them goes, too."""
-        for treatment, _, reduce_scatter in self._installed():
-            if reduce_scatter.pending is not None and treatment.gradients.zeroed(params):
+        for comms, _, reduce_scatter in self._installed():
+            if reduce_scatter.pending is not None and comms.gradients.zeroed(params):
                 reduce_scatter.drop_pending()
 
     def remove(self) -> None:
         """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
         self._raise_if_pending()
         self._alarm.raise_if_any()
-        for treatment, _, _ in self._installed():
-            treatment.unit.restore()
-            treatment.comms = None
+        for comms, _, _ in self._installed():
+            comms.unit.restore()
+            comms.pair = None
         self._remove_hooks()
 
     def _raise_if_pending(self) -> None:
-        pending = [t.unit.name for t, _, reduce in self._installed() if reduce.pending is not None]
+        pending = [comms.unit.name for comms, _, reduce in self._installed() if reduce.pending is not None]
         if pending:
             raise RuntimeError(
                 f"gradients of {', '.join(pending)} are still pending without cross-node sync; run the last "
@@ -252,29 +254,29 @@ class ZeroPP:
         self._handles.clear()
 
     def _install(self) -> None:
-        for treatment, all_gather, reduce_scatter in self._installed():
+        for comms, all_gather, reduce_scatter in self._installed():
             all_gather.belong_to(self)
-            treatment.unit.install(all_gather, reduce_scatter)
-            self._handles += treatment.unit.on_load(all_gather.invalidate)
+            comms.unit.install(all_gather, reduce_scatter)
+            self._handles += comms.unit.on_load(all_gather.invalidate)
             if reduce_scatter.feedback is not None:
-                self._handles += treatment.unit.on_load(reduce_scatter.feedback.reset)
-                treatment.unit.send_unused_gradients()  # kept errors need one layout in every step
-        installed = [(t.unit, gather, reduce) for t, gather, reduce in self._installed()]
+                self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
+                comms.unit.send_unused_gradients()  # kept errors need one layout in every step
+        installed = [(comms.unit, gather, reduce) for comms, gather, reduce in self._installed()]
         self._steps = OptimizerSteps(installed, self._alarm)
         self._handles += self._steps.register()
 
-    def _installed(self) -> Iterator[tuple[Treatment, AllGather, ReduceScatter]]:
-        return ((t, *t.comms) for t in self.treatments if t.comms is not None)
+    def _installed(self) -> Iterator[tuple[UnitComms, AllGather, ReduceScatter]]:
+        return ((comms, *comms.pair) for comms in self.unit_comms if comms.pair is not None)
 
     def _prepare_to_accumulate(self) -> None:
         listen(self)
-        self._warn_if_large(sum((t.will_keep() for t in self.treatments), Kept()))
+        self._warn_if_large(sum((comms.will_keep() for comms in self.unit_comms), Kept()))
         every_time = []
-        for treatment in self.treatments:
-            if treatment.comms is not None and treatment.comms.reduce_scatter.can_defer:
-                treatment.unit.send_unused_gradients()
-            elif treatment.topology is not None and not treatment.topology.is_one_node:
-                every_time.append(treatment.unit.name)
+        for comms in self.unit_comms:
+            if comms.pair is not None and comms.pair.reduce_scatter.can_defer:
+                comms.unit.send_unused_gradients()
+            elif comms.topology is not None and not comms.topology.is_one_node:
+                every_time.append(comms.unit.name)
         if every_time and dist.get_rank() == 0:
             logger.warning(
                 "zeropp: units with a flat route reduce across nodes in every micro-batch, cross-node sync "
@@ -284,7 +286,7 @@ class ZeroPP:
 
     def _warn_if_large(self, kept: Kept) -> None:
         """Say so, before it is allocated."""
-        shards = sum(treatment.unit.shard_bytes for treatment in self.treatments)
+        shards = sum(comms.unit.shard_bytes for comms in self.unit_comms)
         if kept.total > shards and dist.get_rank() == 0:
             logger.warning(
                 "zeropp: will keep more on every rank than its shards of the parameters, %s bytes: "
@@ -324,18 +326,18 @@ def apply(
         )
     previous = _previous(units)
     same = previous is not None and (previous.config, previous.overrides) == (config, overrides)
-    if previous is not None and same and all(treatment.has_its_groups for treatment in previous.treatments):
+    if previous is not None and same and all(comms.has_its_groups for comms in previous.unit_comms):
         return previous
     # Everything that can fail comes before the first change to the model.
     ledger, scratch, alarm = Ledger(), Scratch(), Alarm()
     chosen = choose_configs(units, config, overrides)
-    treatments = [treat(unit, chosen[unit], ledger, scratch, alarm) for unit in units]
+    unit_comms = [decide_comms(unit, chosen[unit], ledger, scratch, alarm) for unit in units]
     if previous is not None:
         previous.remove()
-    zpp = ZeroPP(config, overrides, treatments, ledger, scratch, alarm)
+    zpp = ZeroPP(config, overrides, unit_comms, ledger, scratch, alarm)
     zpp._install()
     _log(zpp)
-    zpp._warn_if_large(sum((replace(t.will_keep(), pending=0) for t in treatments), Kept()))
+    zpp._warn_if_large(sum((replace(comms.will_keep(), pending=0) for comms in unit_comms), Kept()))
     return zpp
 
 
@@ -350,7 +352,7 @@ def _previous(units: list[Unit]) -> ZeroPP | None:
     """The ZeroPP that these units are under; it must be of exactly these units."""
     owners = {id(comm.owner): comm.owner for unit in units if (comm := unit.installed()) is not None}
     for owner in owners.values():
-        theirs = [treatment.unit for treatment in owner.treatments]
+        theirs = [comms.unit for comms in owner.unit_comms]
         same = len(theirs) == len(units) and all(unit.shares_parameters_with(theirs) for unit in units)
         if not same:
             raise ValueError(
@@ -362,11 +364,11 @@ def _previous(units: list[Unit]) -> ZeroPP | None:
 
 def _log(zpp: ZeroPP) -> None:
     """The first rank of each unit's group says what became of the unit."""
-    for treatment in zpp.treatments:
-        row, group = treatment.describe(), treatment.unit.group
+    for comms in zpp.unit_comms:
+        row, group = comms.describe(), comms.unit.group
         if group is not None and group.rank() != 0:
             continue
-        if treatment.left_alone:
+        if comms.left_alone:
             logger.warning("zeropp: unit %(unit)s %(notes)s", row)
         else:
             logger.info(

@@ -1,17 +1,18 @@
 """Which ranks of a shard group share a node, and the process groups of the two hops.
 
 A shard group of W = N x n ranks on N nodes with n ranks each. The k-th rank of every node, in order of rank,
-forms a *column*; the two hops of every collective run inside a node and inside a column:
+forms a *rail* (networks built for this give each a switch of its own); the two hops of every collective run
+inside a node and along a rail:
 
-                column 0   column 1
-    node 0        r0         r1        <- in-node group
-    node 1        r2         r3
+                rail 0   rail 1
+    node 0        r0       r1        <- in-node group
+    node 1        r2       r3
                    ^
                    across group
 
 [Note: Row order]
-Buffers are cut into W rows, one for each rank of the shard group. Sorted by column, then by rank, the rows of
-one column are adjacent, and inside a column they are in the order of the across group's own ranks (process
+Buffers are cut into W rows, one for each rank of the shard group. Sorted by rail, then by rank, the rows of
+one rail are adjacent, and inside a rail they are in the order of the across group's own ranks (process
 groups sort their members). `Topology.row_order` is this permutation. It is the paper's slice reordering,
 for any assignment of ranks to nodes: for ranks numbered node by node it is [node, local] -> [local, node].
 
@@ -52,7 +53,7 @@ class Topology:
     """The nodes of one shard group. Build it with `Topology.of`.
 
     >>> layout = Topology(ranks=(0, 1, 2, 3), node_of=(0, 0, 1, 1), rank=0)
-    >>> layout.nodes, layout.columns, layout.row_order
+    >>> layout.nodes, layout.rails, layout.row_order
     (((0, 1), (2, 3)), ((0, 2), (1, 3)), (0, 2, 1, 3))
     """
 
@@ -100,16 +101,16 @@ class Topology:
         )
 
     @property
-    def columns(self) -> tuple[tuple[int, ...], ...]:
-        """[n][N] positions in the group, by column; inside a column in order of global rank."""
+    def rails(self) -> tuple[tuple[int, ...], ...]:
+        """[n][N] positions in the group, by rail; inside a rail in order of global rank."""
         return tuple(
-            tuple(sorted(column, key=self.ranks.__getitem__)) for column in zip(*self.nodes, strict=True)
+            tuple(sorted(rail, key=self.ranks.__getitem__)) for rail in zip(*self.nodes, strict=True)
         )
 
     @property
     def row_order(self) -> tuple[int, ...]:
         """See [Note: Row order]."""
-        return tuple(position for column in self.columns for position in column)
+        return tuple(position for rail in self.rails for position in rail)
 
     @property
     def ring(self) -> tuple[int, ...]:
@@ -146,12 +147,12 @@ class Topology:
             )
         if self.is_one_node:
             return (Hop("in-node", self.size, None),)
-        if len(self.columns) == 1:
+        if len(self.rails) == 1:
             return (Hop("across", self.size, None),)
         # Every rank makes its in-node group first: no rank waits in one kind for a rank in the other.
         in_node = group_of(self._members(self.nodes), f"zeropp_in_node{direction}")
-        across = group_of(self._members(self.columns), f"zeropp_across{direction}")
-        return Hop("across", len(self.nodes), across), Hop("in-node", len(self.columns), in_node)
+        across = group_of(self._members(self.rails), f"zeropp_across{direction}")
+        return Hop("across", len(self.nodes), across), Hop("in-node", len(self.rails), in_node)
 
     def flat_hop(self) -> Hop:
         return Hop("flat", self.size, None)

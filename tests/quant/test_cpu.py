@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeropp.quant import BlockFormat, cpu, cpu_blocks, cpu_instructions, cpu_kernels
+from zeropp.quant import BlockFormat, cpu, cpu_blocks, cpu_intrinsics, cpu_kernels
 
 ENCODE = """
 import torch
@@ -41,7 +41,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
 
 def test_a_change_to_what_is_inlined_changes_the_file_that_numba_looks_at() -> None:
     """See [Note: Cache] in cpu_kernels.py. Write the new sum there, and the kernels are compiled again."""
-    inlined = b"".join(Path(str(module.__file__)).read_bytes() for module in (cpu_blocks, cpu_instructions))
+    inlined = b"".join(Path(str(module.__file__)).read_bytes() for module in (cpu_blocks, cpu_intrinsics))
     assert hashlib.sha256(inlined).hexdigest() == cpu_kernels.INLINED_SHA256
 
 

@@ -87,7 +87,7 @@ def gather_on_two_streams(name: str = "zeropp", folder: str | None = None) -> Ou
 def _comms_of_first_unit(zeropp: Any) -> tuple[Any, Any, Tensor]:
     net = make_net(device=device.NAME, mesh=init_device_mesh(device.NAME, (dist.get_world_size(),)))
     zpp = zeropp.apply(net, zeropp.Config(node_size=2))
-    gather, reduce = zpp.treatments[0].comms
+    gather, reduce = zpp.unit_comms[0].pair
     shard = torch.arange(1000.0).add(dist.get_rank()).to(device.NAME)
     gather.parameters = reduce.parameters = (1000,)
     return gather, reduce, shard

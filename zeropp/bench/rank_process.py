@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.profiler import ProfilerActivity, profile
 
 from ..lab.cluster import INTERFACE
-from ..memory import PeakMemory
+from ..peak_memory import PeakMemory
 from ..strategies import find_strategy
 from .profile import split_step
 from .training import Training, start_training

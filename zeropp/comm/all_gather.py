@@ -1,7 +1,7 @@
 """The weights' collective: encode, gather across nodes, keep, gather inside the node, decode.
 
     shard [S] --encode--> [1, E]
-      hop A, across:      [1, E] --all-gather over the N ranks of the column--> node shard [N, E]
+      hop A, across:      [1, E] --all-gather over the N ranks of the rail--> node shard [N, E]
       hop B, in-node:  [N, E] --all-gather over the n ranks of the node------> [n, N, E]
     [n, N, E] --decode, row (l, i) to the slot of its rank--> full [W, S]
 

@@ -3,8 +3,8 @@
 The node shard is then the *reference*: the weights in 16 bits as all nodes hold them, [N, S] on each rank.
 
     difference [1, S] = shard - own row of the reference         fp32
-      hop A:  int4 of the difference, to all ranks of the column [N, E]
-    reference = 16 bits of (reference + decoded differences)     the same on all ranks of the column
+      hop A:  int4 of the difference, to all ranks of the rail [N, E]
+    reference = 16 bits of (reference + decoded differences)     the same on all ranks of the rail
 
 The sender adds what it sent, not what it meant to send. So the next difference contains what this one has
 rounded off, and errors do not build up: the reference is always within one rounding of the weights.

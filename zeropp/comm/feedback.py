@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .layout import ErrorCodecs, HopCodec
-from .wire import empty_for_keeps
+from .wire import empty_outside_inference
 
 logger = logging.getLogger("zeropp")
 
@@ -61,7 +61,8 @@ class Feedback:
         torch.nan_to_num_(sums, 0.0, 0.0, 0.0)  # [Note: Reset]
         if kept is None:
             rows, row_bytes = sums.shape[0], codecs.kept.row_bytes
-            kept = self.kept[chunk] = empty_for_keeps(rows * row_bytes, sums.device).view(rows, row_bytes)
+            kept = empty_outside_inference(rows * row_bytes, sums.device).view(rows, row_bytes)
+            self.kept[chunk] = kept
         codecs.kept.encode(sums, kept)
 
     def copies(self) -> dict[int, Tensor]:

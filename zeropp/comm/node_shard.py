@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from .alarm import Alarm
-from .wire import empty_for_keeps
+from .wire import empty_outside_inference
 
 logger = logging.getLogger("zeropp")
 
@@ -93,7 +93,7 @@ class NodeShard:
         """The kept bytes of one chunk, [rows, row_bytes]."""
         kept = self._kept.get(chunk)
         if kept is None or kept.shape != (rows, row_bytes) or kept.device != device:
-            kept = self._kept[chunk] = empty_for_keeps(rows * row_bytes, device).view(rows, row_bytes)
+            kept = self._kept[chunk] = empty_outside_inference(rows * row_bytes, device).view(rows, row_bytes)
         return kept
 
     @contextmanager

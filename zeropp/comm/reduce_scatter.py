@@ -1,9 +1,9 @@
 """The gradients' collective: the mirror image of the weights' one.
 
-    full gradients [W, S] --encode, rows by column--> [n, N, E1]
+    full gradients [W, S] --encode, rows by rail--> [n, N, E1]
       hop 1, in-node:  all-to-all over the n ranks of the node ---> [n senders, N, E1]
     decode, sum over senders in fp32 --> node slice [N, S] --encode--> [N, E2]
-      hop 2, across:   all-to-all over the N ranks of the column -> [N senders, 1, E2]
+      hop 2, across:   all-to-all over the N ranks of the rail -> [N senders, 1, E2]
     decode, sum over senders in fp32 --> shard [1, S]
 
 Each value is encoded twice at most, whatever the number of ranks, and every sum is in fp32. On one node, or
@@ -67,7 +67,7 @@ class Gradients(Protocol):
     def raise_if_gone(self) -> None: ...
 
 
-class Noise(TypedDict):
+class NoiseArguments(TypedDict):
     """What stochastic rounding needs, in every call of a codec."""
 
     seed: int
@@ -334,7 +334,7 @@ class ReduceScatter:
         with self.wire.label("reduce_scatter", "decode"):
             codec.decode_sum(received, out, factor, accumulate)
 
-    def _noise(self, chunk: Chunk, where: HopName | Literal["pending"]) -> Noise:
+    def _noise(self, chunk: Chunk, where: HopName | Literal["pending"]) -> NoiseArguments:
         """Seed and offset of stochastic rounding: never the same twice, the same when a run is repeated."""
         key = self._noise_keys.get(where)
         if key is None:

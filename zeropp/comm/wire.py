@@ -36,7 +36,7 @@ class Scratch:
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(tag)
         if buffer is None or buffer.numel() < nbytes:
-            buffer = self._buffers[tag] = empty_for_keeps(nbytes, device)
+            buffer = self._buffers[tag] = empty_outside_inference(nbytes, device)
         return buffer[:nbytes].view(dtype).view(shape)
 
     def release(self) -> None:
@@ -48,7 +48,7 @@ class Scratch:
         return sum(buffer.numel() for buffer in self._buffers.values())
 
 
-def empty_for_keeps(nbytes: int, device: torch.device) -> Tensor:
+def empty_outside_inference(nbytes: int, device: torch.device) -> Tensor:
     """Bytes that outlive the call: never an inference tensor, which training could not write to later."""
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -91,7 +91,7 @@ class HopMeter:
         """Of the links, whatever the route: a flat ring inside a node is in-node."""
         if name == "in-node" or name == "post-forward" or self._topology.is_one_node:
             return "in-node"
-        return "across" if name == "across" or len(self._topology.columns) == 1 else "flat"
+        return "across" if name == "across" or len(self._topology.rails) == 1 else "flat"
 
 
 def all_reduce_hop(gradients: Tensor, ranks: int) -> Hop:

@@ -121,7 +121,7 @@ def measure(size: Size, on_progress: OnProgress = lambda _: None) -> Measurement
     if device.type == "cpu":
         host = meter.mean(cpu_seconds / wire_bytes * 1e9) * sharing
         hardware = hardware.changed(host_ns_per_byte=host)
-    one_rank = _one_column_gbit_s(meter, topology, size.wire_bytes[-1])
+    one_rank = _one_rail_gbit_s(meter, topology, size.wire_bytes[-1])
     return Measurement(hardware, one_rank, time.monotonic() - started, points)
 
 
@@ -317,14 +317,14 @@ def _fit(points: list[tuple[int, float]]) -> Cost:
     return Cost(round(latency * 1e6, 3), round(rate * 1e9, 6))
 
 
-def _one_column_gbit_s(meter: _Meter, topology: Topology, wire_bytes: int) -> float | None:
+def _one_rail_gbit_s(meter: _Meter, topology: Topology, wire_bytes: int) -> float | None:
     """Rate across nodes while only the first rank of each node sends: is one rank enough to fill the link?"""
     across = [hop for hop in _hops(topology) if hop.name == "across"]
     if not across:
         return None
     run, sent = _prepare_ours("all_gather", topology, meter.device, across[0], wire_bytes)
     dist.barrier()
-    sends = topology.rank in topology.columns[0]
+    sends = topology.rank in topology.rails[0]
     return sent * 8 / meter.largest(meter.fastest(run) if sends else 0.0) / 1e9
 
 

@@ -96,8 +96,8 @@ class _Rehearsal:
         # One optimizer per unit costs what one for all does, and shows whose parameters it works on. Fused:
         # the others read the step number from a tensor, and a fake one has none.
         self._optimizers = {
-            treatment.unit.name: torch.optim.AdamW(treatment.unit.params, fused=True)
-            for treatment in self._zpp.treatments
+            comms.unit.name: torch.optim.AdamW(comms.unit.params, fused=True)
+            for comms in self._zpp.unit_comms
         }
         self._state_bytes = 0
         self._watch()
@@ -113,13 +113,13 @@ class _Rehearsal:
         return Recording(parts, parameters, self._layers_name, self._layers, self._are_alike)
 
     def _watch(self) -> None:
-        for treatment in self._zpp.treatments:
-            unit, topology = treatment.unit, treatment.topology
+        for comms in self._zpp.unit_comms:
+            unit, topology = comms.unit, comms.topology
             self._recorder.watch(unit.name, unit.module)
             if self._row.is_hsdp:
                 unit.on_all_reduce(self._all_reduced(unit.name))
-            if treatment.comms is not None and topology is not None:
-                all_gather, reduce_scatter = treatment.comms
+            if comms.pair is not None and topology is not None:
+                all_gather, reduce_scatter = comms.pair
                 gathers = HopMeter(Gather, unit.name, topology, self._zpp.ledger)
                 reductions = HopMeter(Reduce, unit.name, topology, self._zpp.ledger)
                 unit.install(

@@ -31,7 +31,7 @@ DECODE_TILE_SIZE = 256
 SHARES_PER_THREAD = 4
 MIN_ELEMENTS_PER_SHARE = 1 << 18
 
-_KERNEL_DTYPES = {  # see [Note: Elements] in cpu_instructions.py
+_KERNEL_DTYPES = {  # see [Note: Elements] in cpu_intrinsics.py
     torch.float32: torch.float32,
     torch.bfloat16: torch.uint16,
     torch.float16: torch.int16,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy import float32, int8, int32, uint8, uint16, uint32
 from numpy.typing import NDArray
 
-from .cpu_instructions import inlined, narrow, pointer, prefetch_line, widen
+from .cpu_intrinsics import inlined, narrow, pointer, prefetch_line, widen
 from .formats import MIN_SCALE, NAN_SCALE_BITS, SCALE_BYTES
 from .noise import MULTIPLIERS, SHIFTS
 

@@ -13,7 +13,7 @@ number r * tiles + t. Buffers are flat, with the distance between rows beside th
 
 [Note: Cache]
     numba compiles a kernel again when the file that it is in has changed, and looks at no other file. So a
-    test sees to it that a change to cpu_blocks.py or cpu_instructions.py changes this file, too.
+    test sees to it that a change to cpu_blocks.py or cpu_intrinsics.py changes this file, too.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .cpu_blocks import (
     prefetch,
     sum_blocks,
 )
-from .cpu_instructions import inlined, kernel, narrow, pointer, rotate_group, widen
+from .cpu_intrinsics import inlined, kernel, narrow, pointer, rotate_group, widen
 from .formats import SCALE_BYTES
 from .rotation import GROUP
 
 # Of both files; see [Note: Cache].
-INLINED_SHA256 = "f1b046d92018d2888f907c4a076f0c341258d2d10b5690a571ca3bab0a2ee50d"
+INLINED_SHA256 = "ba2374e1b92e86ca9578556546e6f25691d63e3159d95a7f76cc74138a24b40f"
 
 _FP32_MAX = float32(np.finfo(np.float32).max)
 

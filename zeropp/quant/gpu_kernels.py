@@ -1,4 +1,5 @@
-"""Triton kernels of the block formats, for NVIDIA and AMD. gpu.py launches them, aot.py compiles them.
+"""Triton kernels of the block formats, for NVIDIA and AMD. gpu.py launches them, gpu_compile.py
+compiles them without a GPU.
 
 One program handles a *tile*, 4096 consecutive elements of one row, whatever the block size:
 

@@ -1,7 +1,7 @@
 """Copies of rows in another order, without an index tensor.
 
 Indexing with a list uploads it, which waits for the device, and copies all rows once more. But the order of a
-hop is regular: sorted by column and then by node, ranks that are numbered node by node are a transpose. So an
+hop is regular: sorted by rail and then by node, ranks that are numbered node by node are a transpose. So an
 order is cut into *grids*, row numbers that grow by one step inside and by another outside, and each grid is
 one copy between two views. Whatever is not regular becomes grids of few rows, and is copied as well.
 """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..config import Config
-from ..memory import PeakMemory
+from ..peak_memory import PeakMemory
 from .checkpoint import Checkpoints, read_state, steps_in
 from .config import Run
 from .peak_flops import peak_flops

@@ -71,7 +71,10 @@ class Trainer:
     @property
     def nodes(self) -> int:
         """As zeropp sees them."""
-        return max((len(t.topology.nodes) for t in self.zpp.treatments if t.topology is not None), default=1)
+        return max(
+            (len(comms.topology.nodes) for comms in self.zpp.unit_comms if comms.topology is not None),
+            default=1,
+        )
 
     def step(self, stop_requested: bool = False) -> StepResult:
         """One optimizer step. Carries to all ranks whether any of them was asked to stop."""

@@ -1,10 +1,8 @@
-"""Compile every GPU kernel ahead of time, on any machine, and show what the compilers made of it.
-
-    python -m zeropp.quant.aot                                    # all targets
-    python -m zeropp.quant.aot --targets sm_90 --block-sizes 128
+"""Compiles every GPU kernel ahead of time, on any machine, and reports what the compilers made of it.
 
 No GPU is needed: Triton brings its compilers along. The tests check this way that nothing spills and that
-loads are 128 bits wide. How fast a kernel is remains unknown until it has run on a GPU.
+loads are 128 bits wide; benchmarks/compile_gpu_kernels.py prints all of it. How fast a kernel is remains
+unknown until it has run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,14 +12,10 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import tyro
-from rich import box
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from triton.backends.compiler import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
     GPUTarget,
 )
@@ -41,7 +35,6 @@ TARGETS: dict[str, GPUTarget] = {
 SENDERS = (2, 4, 8)
 LARGEST = {"fp32": LARGEST_FP32, "bf16": 3.3895313892515355e38, "fp16": 65504.0}
 SCALE_BITS = 16
-TABLE_WIDTH = 120
 SASS_INSTRUCTION = r"\*/\s+(?:@!?U?P\w+\s+)?(?!NOP)[A-Z]"
 AMD_VECTOR_INSTRUCTION = r"^\s+v_"
 AMD_WIDTHS = {"ubyte": 8, "ushort": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
@@ -317,40 +310,3 @@ def _output(tool: str, *arguments: str) -> str | None:
     if path is None:
         return None
     return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Compile the GPU kernels for several GPUs, without one, and show registers, spills and load widths."""
-
-    targets: tuple[TargetName, ...] = get_args(TargetName)
-    """GPU architectures."""
-    block_sizes: tuple[int, ...] = (128, 256)
-    """Elements that share one scale."""
-    name_contains: str = ""
-    """Only the variants with this in their names, for example "recode"."""
-
-
-def main(arguments: Arguments) -> None:
-    reports = compile_all(arguments.targets, arguments.block_sizes, arguments.name_contains, progress=True)
-    console = Console(width=TABLE_WIDTH)
-    for target in arguments.targets:
-        table = Table(title=f"{target}, triton {triton.__version__}", box=box.MARKDOWN)
-        table.add_column("kernel", no_wrap=True)
-        for heading in ("registers", "spills", "shared bytes", "load bits", "instr/element"):
-            table.add_column(heading, justify="right")
-        for report in reports:
-            if report.target == target:
-                table.add_row(report.variant, *_cells(report))
-        console.print(table)
-
-
-def _cells(report: Report) -> list[str]:
-    absent = f"no {report.missing}" if report.missing else ""
-    counts = (report.registers, report.spills, report.shared_bytes, report.load_bits)
-    cells = [absent if count is None else str(count) for count in counts]
-    return [*cells, absent or "loop" if report.instructions is None else f"{report.instructions:.1f}"]
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Arguments))

@@ -1,4 +1,4 @@
-"""What the CPU kernels need and numba cannot express, as LLVM instructions: see cpu_kernels.py.
+"""Intrinsics of the CPU kernels: LLVM instructions that numba has no words for. See cpu_kernels.py.
 
 [Note: Elements]
     numba has no 16-bit floats, so bf16 comes as uint16 and fp16 as int16: `widen` and `narrow` tell them

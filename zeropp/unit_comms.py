@@ -1,4 +1,5 @@
-"""How each unit is treated: which Config, which nodes and hops, which comms, or why it is left alone."""
+"""What each unit sends: by which Config, over which nodes and hops, through which comms, or why zeropp leaves
+it alone."""
 
 from __future__ import annotations
 
@@ -18,28 +19,29 @@ from .topology import Hop, Topology
 from .zero_grad import GradientWatch
 
 
-class Comms(NamedTuple):
-    """The comms of one unit."""
+class CommPair(NamedTuple):
+    """What takes the place of FSDP2's two collectives in one unit."""
 
     all_gather: AllGather
-    """Of its weights."""
+    """Gathers its weights."""
     reduce_scatter: ReduceScatter
-    """Of its gradients."""
+    """Reduces its gradients."""
 
-    def take_over(self, others: Comms) -> None:
+    def take_over(self, others: CommPair) -> None:
         """Go on with what `others` have kept."""
         self.all_gather.take_over(others.all_gather)
         self.reduce_scatter.take_over(others.reduce_scatter)
 
 
 @dataclass
-class Treatment:
-    """How one unit is treated."""
+class UnitComms:
+    """What one unit sends and keeps, or why it is left alone."""
 
     unit: Unit
     config: Config
     topology: Topology | None = None
-    comms: Comms | None = None
+    pair: CommPair | None = None
+    """None: FSDP2's own comms are in place."""
     left_alone: str | None = None
     """Why FSDP2's own comms stay in place, or None."""
     separates_reductions: bool = False
@@ -52,13 +54,13 @@ class Treatment:
     @property
     def has_its_groups(self) -> bool:
         """Whether process groups are still as the user wants them."""
-        return self.comms is None or self.separates_reductions == self.unit.reduces_in_own_group
+        return self.pair is None or self.separates_reductions == self.unit.reduces_in_own_group
 
     def keeps(self) -> Kept:
         """What is kept of the unit now."""
-        if self.comms is None:
+        if self.pair is None:
             return Kept()
-        node_shard, gradients = self.comms.all_gather.node_shard, self.comms.reduce_scatter
+        node_shard, gradients = self.pair.all_gather.node_shard, self.pair.reduce_scatter
         return Kept(
             node_shard=0 if node_shard is None else node_shard.nbytes,
             errors=0 if gradients.feedback is None else gradients.feedback.nbytes,
@@ -67,9 +69,9 @@ class Treatment:
 
     def will_keep(self) -> Kept:
         """What is kept of it when all of it is in place, and gradients accumulate without cross-node sync."""
-        if self.comms is None:
+        if self.pair is None:
             return Kept()
-        weights, gradients = self.comms
+        weights, gradients = self.pair
         reduced = self.unit.reduced()
         return Kept(
             node_shard=weights.node_shard_bytes(*self.unit.gathered()),
@@ -80,7 +82,7 @@ class Treatment:
     def describe(self) -> dict[str, str]:
         """What the unit sends, in words; the columns of `ZeroPP.summary`."""
         row = {"unit": self.unit.name, "parameters": f"{sum(p.numel() for p in self.unit.params):,}"}
-        if self.comms is None or self.topology is None:
+        if self.pair is None or self.topology is None:
             why = f"left alone: {self.left_alone}" if self.left_alone else "removed"
             return row | {
                 "nodes": "",
@@ -91,7 +93,7 @@ class Treatment:
                 "gradients": "FSDP2",
                 "notes": why,
             }
-        (weights, gradients), will_keep = self.comms, self.will_keep()
+        (weights, gradients), will_keep = self.pair, self.will_keep()
         return row | {
             "nodes": self.topology.describe(),
             "weights": " -> ".join(f"{weights.codec_name(hop)} {hop.name}" for hop in weights.hops),
@@ -120,45 +122,45 @@ def choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Co
     return chosen
 
 
-def treat(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch, alarm: Alarm) -> Treatment:
-    """Decide how the unit is treated. Changes nothing in the model, but may create process groups."""
-    treatment = Treatment(unit, config, left_alone=unit.why_left_alone())
-    if treatment.left_alone or unit.group is None:
-        return treatment
-    treatment.separates_reductions = unit.reduces_in_own_group
-    treatment.topology = topology = Topology.of(unit.group, config.node_size)
+def decide_comms(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch, alarm: Alarm) -> UnitComms:
+    """Decide what the unit sends. Changes nothing in the model, but may create process groups."""
+    comms = UnitComms(unit, config, left_alone=unit.why_left_alone())
+    if comms.left_alone or unit.group is None:
+        return comms
+    comms.separates_reductions = unit.reduces_in_own_group
+    comms.topology = topology = Topology.of(unit.group, config.node_size)
     hops: tuple[Hop, ...] = (topology.flat_hop(),)
     back = hops
     if config.route == "two-hop":
         hops = back = topology.hops()
-        if treatment.separates_reductions:
+        if comms.separates_reductions:
             back = topology.hops("_reduce")
     wire = Wire(unit.name, topology, ledger, scratch, alarm)
     as_they_are = _why_weights_stay(unit)
     plain_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
-    treatment.comms = Comms(
+    comms.pair = CommPair(
         AllGather(wire, hops, plain_weights if as_they_are else config, unit.gather_lengths(), unit.version),
-        ReduceScatter(wire, back[::-1], config, treatment.gradients, unit.reduce_lengths),
+        ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_lengths),
     )
     if config.weights != "none" and as_they_are:
-        treatment.notes.append(f"weights sent as they are: {as_they_are}")
+        comms.notes.append(f"weights sent as they are: {as_they_are}")
     reduced = unit.reduce_dtype()
     encoded = {config.gradients_in_node, config.gradients_across} != {"none"}
     if encoded and reduced is not None and reduced not in QUANTIZABLE_DTYPES:
-        treatment.notes.append(f"gradients sent as they are: dtype {_names({reduced})}")
+        comms.notes.append(f"gradients sent as they are: dtype {_names({reduced})}")
     if config.weights == "int4":
-        treatment.notes.append("int4 weights are known to ruin training")
+        comms.notes.append("int4 weights are known to ruin training")
     if unit.is_hsdp:
-        treatment.notes.append("HSDP's all-reduce stays FSDP2's; on a 1-D mesh zeropp compresses all of it")
+        comms.notes.append("HSDP's all-reduce stays FSDP2's; on a 1-D mesh zeropp compresses all of it")
     if config.secondary and topology.is_one_node:
-        treatment.notes.append("one node: no node shard to keep")
+        comms.notes.append("one node: no node shard to keep")
     if config.error_feedback and topology.is_one_node:
-        treatment.notes.append("one node: no hop between nodes for error feedback")
-    if treatment.separates_reductions:
-        treatment.notes.append("gradients in process groups of their own")
+        comms.notes.append("one node: no hop between nodes for error feedback")
+    if comms.separates_reductions:
+        comms.notes.append("gradients in process groups of their own")
     if unit.is_frozen:
-        treatment.notes.append("frozen")
-    return treatment
+        comms.notes.append("frozen")
+    return comms
 
 
 def _why_weights_stay(unit: Unit) -> str | None:

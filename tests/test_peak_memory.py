@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeropp.memory import PeakMemory
+from zeropp.peak_memory import PeakMemory
 
 MIB = 2**20
 
