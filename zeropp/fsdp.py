@@ -61,8 +61,7 @@ GROUP: Parts = {
     "_is_hsdp": bool,
     "_reduce_scatter_comm": object,
     "_training_state": object,
-    "comm_ctx._last_post_reduce_events": dict,
-    "comm_ctx.reduce_scatter_states": list,
+    "comm_ctx": object,
     "device_handle": object,
     "finalize_backward": MethodType,
     "fsdp_params": list,
@@ -71,6 +70,8 @@ GROUP: Parts = {
     "reduce_grads": bool,
     "reduce_scatter_unused_params": bool,
 }
+CONTEXT: Parts = {"_last_post_reduce_events": dict, "reduce_scatter_states": list}
+"""These FSDP2 makes in the first forward, so they are checked when they are needed."""
 SHARD_MESH: Parts = {
     "reduce_scatter_process_group": (ProcessGroup, type(None)),
     "shard_process_group": ProcessGroup,
@@ -280,6 +281,7 @@ class Unit:
         is FSDP2 that scales and converts what comes out, adds it to `.grad`, and calls hooks on it."""
         (group,) = self._param_groups
         state, context, stream = group._training_state, group.comm_ctx, group.device_handle.current_stream()
+        _check_parts("FSDPCommContext", context, CONTEXT)
         with torch.no_grad():
             group.post_backward()
         group._training_state = state
@@ -324,8 +326,7 @@ def gather_copies() -> tuple[Any, Any]:
 def _check(modules: list[FSDPModule]) -> None:
     """Raise if FSDP2 is not as we know it; see [Note: Versions]."""
     for name, example, parts in _what_is_read(modules):
-        if wrong := [text for path, kind in parts.items() if (text := _wrong(example, path, kind))]:
-            _refuse([f"{name}.{text}" for text in wrong])
+        _check_parts(name, example, parts)
     for ours, theirs in (
         (AllGather, collectives.DefaultAllGather),
         (ReduceScatter, collectives.DefaultReduceScatter),
@@ -352,6 +353,11 @@ def _what_is_read(modules: list[FSDPModule]) -> Iterator[tuple[str, Any, Parts]]
                 yield "FSDPMeshInfo", group.mesh_info, SHARD_MESH
             yield "FSDPParam", group.fsdp_params[0], {**PARAM, **READER.param}
             return  # the others are made of the same classes
+
+
+def _check_parts(name: str, example: Any, parts: Parts) -> None:
+    if wrong := [text for path, kind in parts.items() if (text := _wrong(example, path, kind))]:
+        _refuse([f"{name}.{text}" for text in wrong])
 
 
 def _wrong(example: Any, path: str, kind: type | tuple[type, ...]) -> str | None:
