@@ -110,7 +110,8 @@ class ReaderOf215:
 
     @staticmethod
     def reduce_order(group: Any) -> list[Any]:
-        return [group.fsdp_params[index] for index in group._reduce_scatter_param_indices]
+        known = group._reduce_scatter_param_indices or range(len(group.fsdp_params))  # a guess, if unknown
+        return [group.fsdp_params[index] for index in known]
 
     @staticmethod
     def gradient_dtype(param: Any) -> torch.dtype:
@@ -181,7 +182,8 @@ class Unit:
         return tuple(p.padded_sharded_param_size.numel() for p in self._fsdp_params)
 
     def reduce_lengths(self) -> tuple[int, ...]:
-        """The same for what is reduced, if all that is trained has a gradient. Known once FSDP2 has run."""
+        """The same for what is reduced, if all that is trained has a gradient. Before FSDP2 has run, its order
+        is that of weights, which need not be true from torch 2.15 on."""
         order = [p for group in self._param_groups for p in READER.reduce_order(group)]
         return tuple(p.padded_sharded_param_size.numel() for p in order if p.sharded_param.requires_grad)
 
