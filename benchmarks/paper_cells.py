@@ -28,7 +28,7 @@ from rich.table import Table
 from zeropp.config import Config
 from zeropp.models.gpt import GPT, GPTConfig
 from zeropp.plan.catalog import find_hardware
-from zeropp.plan.dryrun import dry_run
+from zeropp.plan.dry_run import dry_run
 from zeropp.plan.hardware import Hardware
 from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario

@@ -25,7 +25,7 @@ from zeropp.bench.workload import Gpt, Workload
 from zeropp.lab import Cluster
 from zeropp.lab.link_properties import format_rate
 from zeropp.plan.catalog import find_hardware
-from zeropp.plan.dryrun import dry_run
+from zeropp.plan.dry_run import dry_run
 from zeropp.plan.hardware import Hardware
 from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario

@@ -1,4 +1,4 @@
-"""A real run to check the dry run against: the lab's GPT on real ranks, trained as a row says."""
+"""A real run to check the dry run against: the lab's GPT on real ranks, trained by a strategy."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SECOND_STEP = "second step"
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train, on both sides."""
+    """One strategy, on both sides."""
 
-    row: Strategy
+    strategy: Strategy
     workload: Workload
     nodes: int = 2
     ranks_per_node: int = 2
@@ -42,7 +42,7 @@ class Case:
             sequence=self.workload.context,
             micro_batches=self.micro_batches,
             compute="fp32",
-            reduce="bf16" if self.row.is_hsdp else "fp32",
+            reduce="bf16" if self.strategy.is_hsdp else "fp32",
             checkpointing=self.checkpointing,
         )
 
@@ -80,19 +80,19 @@ def peak_of_second_step(case: Case) -> int:
 
 
 def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
-    row, workload = case.row, case.workload
+    strategy, workload = case.strategy, case.workload
     torch.manual_seed(0)
     model = Gpt(workload)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    options: dict[str, Any] = {"mesh": mesh} | row.sharding_options(case.ranks_per_node)
+    options: dict[str, Any] = {"mesh": mesh} | strategy.sharding_options(case.ranks_per_node)
     for position, block in enumerate(model.blocks):
         if case.checkpointing:
             model.blocks[position] = checkpoint_wrapper(block)
         fully_shard(model.blocks[position], **options)
     fully_shard(model, **options)
-    config = zeropp.Config.off() if row.config is None else row.config
+    config = zeropp.Config.off() if strategy.config is None else strategy.config
     zpp = zeropp.apply(model, replace(config, node_size=case.ranks_per_node))
-    set_sync = row.sync_switch(model, zpp)
+    set_sync = strategy.sync_switch(model, zpp)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from zeropp.plan.memory import MemoryEstimate
-from zeropp.plan.trace import Compute, Event, Gather, Hop, Reduce, Trace
+from zeropp.plan.memory_estimate import MemoryEstimate
+from zeropp.plan.trace import Compute, Event, Gather, Reduce, Trace, TracedHop
 
 NODES, RANKS = 4, 8
 MEMORY = MemoryEstimate(1 << 30, 2 << 30, 1 << 30, 0, 1 << 30, 0, 1 << 30)
 
 
 def hop(
-    level: str, collective: str, wire_bytes: int, *, chunks: int = 1, coded: int = 0, codec: str = "none"
-) -> Hop:
+    level: str, pattern: str, wire_bytes: int, *, chunks: int = 1, coded: int = 0, codec: str = "none"
+) -> TracedHop:
     ranks = {"in-node": RANKS, "across": NODES}.get(level, NODES * RANKS)
     across = {"in-node": 0, "across": wire_bytes}.get(level, wire_bytes // RANKS)
-    return Hop(level, collective, ranks, wire_bytes, across, chunks, coded, coded, codec)  # type: ignore[arg-type]
+    return TracedHop(level, pattern, ranks, wire_bytes, across, chunks, coded, coded, codec)  # type: ignore[arg-type]
 
 
 def flat_trace(
@@ -55,9 +55,9 @@ def make_trace(
     units: int,
     flops: int,
     micro_batches: int,
-    first: tuple[Hop, ...],
-    again: tuple[Hop, ...],
-    reduce: tuple[Hop, ...],
+    first: tuple[TracedHop, ...],
+    again: tuple[TracedHop, ...],
+    reduce: tuple[TracedHop, ...],
 ) -> Trace:
     """Forward, backward with prefetch, reductions, an optimizer; as FSDP2 orders them."""
     events: list[Event] = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeropp.plan.dryrun import dry_run
+from zeropp.plan.dry_run import dry_run
 from zeropp.plan.models import Model, PlanError, are_alike, find_blocks, loss_of, resolve
 from zeropp.plan.scenario import Scenario
 from zeropp.strategies import find_strategy

@@ -38,12 +38,12 @@ def test_every_combination_is_laid_out_and_dry_runs_are_per_nodes() -> None:
     asked: list[tuple[str, int]] = []
     trace = flat_trace()
 
-    def trace_of(row: Strategy, nodes: int) -> Trace:
-        asked.append((row.name, nodes))
+    def trace_of(strategy: Strategy, nodes: int) -> Trace:
+        asked.append((strategy.name, nodes))
         return trace
 
-    rows = [find_strategy("fsdp2"), find_strategy("default")]
-    points = sweep(Axes.parse("link=100/400,nodes=2/4"), rows, A100, 2, trace_of)
+    strategies = [find_strategy("fsdp2"), find_strategy("default")]
+    points = sweep(Axes.parse("link=100/400,nodes=2/4"), strategies, A100, 2, trace_of)
     assert asked == [("fsdp2", 2), ("default", 2), ("fsdp2", 4), ("default", 4)]
     assert len(points) == 8
     fast = next(
@@ -55,5 +55,7 @@ def test_every_combination_is_laid_out_and_dry_runs_are_per_nodes() -> None:
 
 
 def test_an_axis_that_is_not_given_stays_as_it_is() -> None:
-    points = sweep(Axes.parse("nodes=3"), [find_strategy("fsdp2")], A100, 2, lambda row, nodes: flat_trace())
+    points = sweep(
+        Axes.parse("nodes=3"), [find_strategy("fsdp2")], A100, 2, lambda strategy, nodes: flat_trace()
+    )
     assert [(point.nodes, point.link_gbit_s) for point in points] == [(3, 100.0)]

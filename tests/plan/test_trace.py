@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from zeropp.plan.memory import MemoryEstimate
-from zeropp.plan.trace import Compute, Gather, Hop, Reduce, Trace
+from zeropp.plan.memory_estimate import MemoryEstimate
+from zeropp.plan.trace import Compute, Gather, Reduce, Trace, TracedHop
 
-ACROSS = Hop("across", "all_gather", 2, 100, 100, chunks=1, encoded=50, decoded=0, codec="int8")
-IN_NODE = Hop("in-node", "all_gather", 4, 300, 0, chunks=1, encoded=0, decoded=400, codec="int8")
-FLAT = Hop("flat", "reduce_scatter", 8, 700, 200, chunks=1, encoded=0, decoded=0, codec="none")
+ACROSS = TracedHop("across", "all_gather", 2, 100, 100, chunks=1, encoded=50, decoded=0, codec="int8")
+IN_NODE = TracedHop("in-node", "all_gather", 4, 300, 0, chunks=1, encoded=0, decoded=400, codec="int8")
+FLAT = TracedHop("flat", "reduce_scatter", 8, 700, 200, chunks=1, encoded=0, decoded=0, codec="none")
 
 
 def test_sums_over_a_step() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zeropp.comm.ledger import render
 from zeropp.plan.catalog import find_hardware
-from zeropp.plan.recommend import recommend
+from zeropp.plan.recommend import rank, recommend
 from zeropp.plan.result import Plan
 from zeropp.plan.sweep import Axes, sweep
 from zeropp.report.plan import MAX_BARS, plan_tables, render_plan, timeline_figure
@@ -15,20 +15,18 @@ from zeropp.strategies import find_strategy
 from ..plan.samples import flat_trace, two_hop_trace
 
 A100 = find_hardware("a100-100g")
-STRATEGIES = {find_strategy("fsdp2"): flat_trace(), find_strategy("default"): two_hop_trace()}
+TRACES = {find_strategy("fsdp2"): flat_trace(), find_strategy("default"): two_hop_trace()}
 
 
 def sample_plan() -> Plan:
-    found = recommend(STRATEGIES, A100)
-    points = sweep(
-        Axes.parse("link=100/400,nodes=2/4"), list(STRATEGIES), A100, 2, lambda row, nodes: STRATEGIES[row]
-    )
-    return Plan("a model", A100, found.options, found.sentences, tuple(points))
+    ranked, axes = rank(TRACES, A100), Axes.parse("link=100/400,nodes=2/4")
+    points = sweep(axes, list(TRACES), A100, 2, lambda strategy, nodes: TRACES[strategy])
+    return Plan("a model", A100, tuple(ranked), recommend(ranked, A100), tuple(points))
 
 
 def test_tables_have_times_memory_and_the_sweep() -> None:
     text = "".join(render(table) for table in plan_tables(sample_plan()))
-    best, plain = sample_plan().options
+    best, plain = sample_plan().strategies
     assert f"{best.step_seconds * 1e3:,.1f}" in text
     assert f"{plain.step_seconds * 1e3:,.1f}" in text
     assert "across link" in text
@@ -46,7 +44,7 @@ def test_the_report_is_one_file_with_the_advice_and_the_pictures() -> None:
 
 
 def test_the_picture_has_a_bar_for_every_operation() -> None:
-    timeline = sample_plan().options[0].timeline
+    timeline = sample_plan().strategies[0].timeline
     figure = timeline_figure(timeline)
     bars = sum(len(trace.x) for trace in figure.data)
     shown = [op for op in timeline.ops if op.kind != "wait" and op.seconds > 0]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,20 +12,16 @@ from rich.console import Console
 
 from ..plan.catalog import find_hardware
 from ..plan.chrome import write_chrome_trace
-from ..plan.dryrun import dry_run
 from ..plan.hardware import Hardware
 from ..plan.models import resolve
-from ..plan.recommend import CANDIDATES, PLAIN, candidates, rank, recommend
+from ..plan.planning import make_plan
+from ..plan.recommend import find_compared
 from ..plan.result import Plan
 from ..plan.scenario import Precision, Scenario
-from ..plan.sweep import Axes, Point, sweep
-from ..plan.trace import Trace
+from ..plan.sweep import Axes
 from ..report.plan import EXPLANATION, plan_tables, render_plan
-from ..strategies import DEFAULT, Strategy
+from ..strategies import DEFAULT
 from .lab_bench import FILE_WIDTH, check_writable
-
-SWEPT = (PLAIN, "hsdp", "paper", DEFAULT)
-"""Ways to train that a sweep compares."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class Options:
     """Measure this cluster, and write its hardware file. Start it with torchrun on all nodes. Matrix products
     are those of a micro-batch."""
     full: bool = False
-    """Rehearse all layers, where a few and multiplication would do."""
+    """Dry-run all layers, where a few and multiplication would do."""
     json: Path | None = None
     """Where the numbers go."""
     html: Path | None = None
@@ -123,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
 def _plan(options: Options, console: Console) -> Plan:
     hardware = find_hardware(options.hardware).changed(**asdict(options.numbers))
-    row = find_candidate(options.config)
+    strategy = find_compared(options.config)
     axes = None if options.sweep is None else Axes.parse(options.sweep)
     scenario = Scenario(
         resolve(options.model),
@@ -137,66 +131,15 @@ def _plan(options: Options, console: Console) -> Plan:
         checkpointing=options.checkpointing,
     )
     with console.status("") as status:
-        rehearse = _rehearser(options.full, status.update)
-        rows = [row]
-        if options.recommend:
-            rows = candidates(scenario.nodes, scenario.ranks_per_node, scenario.micro_batches)
-        traces = {way: rehearse(scenario, way) for way in rows}
-
-        def larger_batch(way: Strategy, times: int) -> Trace:
-            return rehearse(replace(scenario, micro_batch=times * scenario.micro_batch), way)
-
-        ranked = tuple(rank(traces, hardware))
-        sentences: tuple[str, ...] = ()
-        if options.recommend:
-            sentences = recommend(traces, hardware, larger_batch).sentences
-        points: tuple[Point, ...] = ()
-        if axes is not None:
-            swept = [find_candidate(name) for name in SWEPT]
-            points = tuple(
-                sweep(
-                    axes,
-                    swept,
-                    hardware,
-                    scenario.nodes,
-                    lambda way, nodes: rehearse(replace(scenario, nodes=nodes), way),
-                )
-            )
-    parameters = next(iter(traces.values())).parameters
-    return Plan(
-        _subject(options, scenario, parameters),
-        hardware,
-        ranked,
-        sentences,
-        points,
-    )
-
-
-def _rehearser(full: bool, show: Callable[[str], object]) -> Callable[[Scenario, Strategy], Trace]:
-    """Dry runs, each once, with a word on what is running."""
-
-    @cache
-    def rehearse(scenario: Scenario, row: Strategy) -> Trace:
-        show(f"dry run: {row.title}, {scenario.nodes} x {scenario.ranks_per_node} ranks")
-        return dry_run(scenario, row, full=full)
-
-    return rehearse
-
-
-def _subject(options: Options, scenario: Scenario, parameters: int) -> str:
-    return (
-        f"{options.model} ({parameters / 1e9:,.3g}B parameters), {scenario.nodes} nodes x "
-        f"{scenario.ranks_per_node} ranks, {scenario.micro_batches} x {scenario.micro_batch} x "
-        f"{scenario.sequence} tokens per rank and step, {scenario.compute}"
-    )
-
-
-def find_candidate(name: str) -> Strategy:
-    """A way to train, by name."""
-    known = {row.name: row for row in CANDIDATES}
-    if name not in known:
-        raise ValueError(f"config is {name!r}; expected one of {', '.join(known)}")
-    return known[name]
+        return make_plan(
+            scenario,
+            hardware,
+            strategy,
+            advise=options.recommend,
+            axes=axes,
+            full=options.full,
+            on_progress=status.update,
+        )
 
 
 def _write(plan: Plan, options: Options, console: Console) -> None:
@@ -207,8 +150,9 @@ def _write(plan: Plan, options: Options, console: Console) -> None:
         options.html.write_text(render_plan(plan))
         console.print(f"report: {options.html}")
     if options.trace is not None:
-        write_chrome_trace(plan.options[0].timeline, options.trace)
-        console.print(f"timeline of {plan.options[0].row.title}: {options.trace}; open it at ui.perfetto.dev")
+        write_chrome_trace(plan.strategies[0].timeline, options.trace)
+        title = plan.strategies[0].strategy.title
+        console.print(f"timeline of {title}: {options.trace}; open it at ui.perfetto.dev")
 
 
 def _measure(path: Path, options: Options, console: Console) -> int:
@@ -216,7 +160,7 @@ def _measure(path: Path, options: Options, console: Console) -> int:
     import torch
     import torch.distributed as dist
 
-    from ..plan.measure import Size, measure
+    from ..measure import Size, measure
 
     if "RANK" not in os.environ:
         raise ValueError(

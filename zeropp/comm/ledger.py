@@ -61,6 +61,11 @@ class WorkKey(NamedTuple):
     codec: str
     """In the words of `Config`."""
 
+    @property
+    def encodes(self) -> bool:
+        """Whether elements were written as code; else code was read."""
+        return self.operation in ("encode", "recode_to")
+
 
 @dataclass
 class CodecWork:
@@ -121,6 +126,39 @@ class Ledger:
     def baseline_total(self, *, unit: str | None = None, collective: Collective | None = None) -> Traffic:
         """What 16-bit FSDP2 would have sent for the same calls."""
         return _sum(self._baseline, unit, collective, None)
+
+    def copy(self) -> Ledger:
+        """The counters as they are now, which later traffic does not change."""
+        return self.since(Ledger())
+
+    def since(self, before: Ledger) -> Ledger:
+        """What was counted after `before`, an earlier copy of this ledger: only counters that have moved.
+
+        >>> ledger = Ledger()
+        >>> ledger.record("layers.0", "all_gather", "across", wire_bytes=100, across_bytes=100)
+        >>> before = ledger.copy()
+        >>> ledger.record("layers.1", "all_gather", "across", wire_bytes=70, across_bytes=70)
+        >>> [(key.unit, traffic.wire_bytes) for key, traffic in ledger.since(before).rows()]
+        [('layers.1', 70)]
+        """
+        later = Ledger()
+        for mine, theirs, into in (
+            (self._sent, before._sent, later._sent),
+            (self._baseline, before._baseline, later._baseline),
+        ):
+            for key, traffic in mine.items():
+                known = theirs.get(key, Traffic())
+                if traffic.calls != known.calls:
+                    into[key] = Traffic(
+                        traffic.calls - known.calls,
+                        traffic.wire_bytes - known.wire_bytes,
+                        traffic.across_bytes - known.across_bytes,
+                    )
+        for work_key, work in self._work.items():
+            done = before._work.get(work_key, CodecWork())
+            if work.calls != done.calls:
+                later._work[work_key] = CodecWork(work.calls - done.calls, work.elements - done.elements)
+        return later
 
     def reset(self) -> None:
         """Start counting from zero, for instance after a warm-up step."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .trace import Compute, Hop
+from .trace import Compute, TracedHop
 
 CODEC_BYTES = {"none": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Of an element on the wire, where codec speeds come from the memory rate, which is for GPUs."""
@@ -81,7 +81,7 @@ class Hardware:
     codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
     """By codec; those that are not here run at the rate of the memory."""
     measured: Mapping[str, Cost] = field(default_factory=dict)
-    """By "collective level", such as "all_gather across": used in the place of rates and latencies. With
+    """By "pattern level", such as "all_gather across": used in the place of rates and latencies. With
     "plain" behind it: as FSDP2 sends, by the backend's own collective."""
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Hardware:
         products = work.flops / (self.peak_tflops * 1e12 * self.compute_share)
         return products + work.bytes_touched / (self.memory_gbyte_s * 1e9)
 
-    def hop_seconds(self, hop: Hop, nodes: int, ranks_per_node: int) -> tuple[float, float]:
+    def hop_seconds(self, hop: TracedHop, nodes: int, ranks_per_node: int) -> tuple[float, float]:
         """Of one chunk of the hop: on the links inside the node, and on the node's link to others.
 
         The hop takes as long as the longer of the two.
@@ -135,12 +135,12 @@ class Hardware:
         across = outside * 8 / (self.link_gbit_s * 1e9) + latency if hop.level != "in-node" else 0.0
         return in_node, across
 
-    def _measured(self, hop: Hop) -> Cost | None:
-        key = f"{hop.collective} {hop.level}"
+    def _measured(self, hop: TracedHop) -> Cost | None:
+        key = f"{hop.pattern} {hop.level}"
         is_plain = hop.encoded == hop.decoded == 0
         return self.measured.get(f"{key} plain" if is_plain and f"{key} plain" in self.measured else key)
 
-    def host_seconds(self, hop: Hop) -> float:
+    def host_seconds(self, hop: TracedHop) -> float:
         """What moving one chunk of the hop costs the cores."""
         return hop.wire_bytes / hop.chunks * self.host_ns_per_byte * 1e-9
 
@@ -175,11 +175,11 @@ class Hardware:
             ) from None
 
 
-def _steps(hop: Hop, nodes: int) -> tuple[int, int]:
+def _steps(hop: TracedHop, nodes: int) -> tuple[int, int]:
     """Latencies that one piece of data meets: of steps inside the node, and of steps across."""
-    if hop.collective == "all_to_all":  # to all at once
+    if hop.pattern == "all_to_all":  # to all at once
         return (0, 1) if hop.level != "in-node" else (1, 0)
-    rounds = 2 if hop.collective == "all_reduce" else 1
+    rounds = 2 if hop.pattern == "all_reduce" else 1
     steps = rounds * (hop.ranks - 1)
     if hop.level == "in-node":
         return steps, 0

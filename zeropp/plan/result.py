@@ -1,4 +1,4 @@
-"""A plan: what was asked, what each way to train would cost, and the advice."""
+"""A plan: what was asked, what each strategy would cost, and the advice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .hardware import Hardware
-from .recommend import Option
+from .recommend import PlannedStrategy
 from .sweep import Point
 
 
@@ -17,18 +17,18 @@ class Plan:
     subject: str
     """One line: the model, the ranks, the batch."""
     hardware: Hardware
-    options: tuple[Option, ...]
-    """Ways to train, the best first."""
+    strategies: tuple[PlannedStrategy, ...]
+    """The best first."""
     sentences: tuple[str, ...] = ()
     """The advice, if it was asked for."""
     points: tuple[Point, ...] = ()
-    """Of a sweep, if it was asked for."""
+    """The sweep, if it was asked for."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "subject": self.subject,
             "hardware": asdict(self.hardware),
-            "options": [_option(option) for option in self.options],
+            "options": [_as_dict(planned) for planned in self.strategies],
             "sentences": list(self.sentences),
             "sweep": [asdict(point) for point in self.points],
         }
@@ -37,11 +37,11 @@ class Plan:
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
 
-def _option(option: Option) -> dict[str, Any]:
-    timeline, trace = option.timeline, option.timeline.trace
+def _as_dict(planned: PlannedStrategy) -> dict[str, Any]:
+    timeline, trace = planned.timeline, planned.timeline.trace
     return {
-        "row": option.row.name,
-        "title": option.row.title,
+        "row": planned.strategy.name,
+        "title": planned.strategy.title,
         "step_seconds": timeline.step_seconds,
         "phase_seconds": timeline.phase_seconds(),
         "busy_seconds": timeline.busy_seconds,
@@ -53,5 +53,5 @@ def _option(option: Option) -> dict[str, Any]:
         "wire_bytes": sum(hop.wire_bytes for hop in trace.hops()),
         "across_bytes": sum(hop.across_bytes for hop in trace.hops()),
         "memory_bytes": {**asdict(trace.memory), "peak": trace.memory.peak},
-        "fits": option.fits,
+        "fits": planned.fits,
     }

@@ -1,4 +1,4 @@
-"""A sweep: throughput against link rate and number of nodes, for several ways to train."""
+"""A sweep: throughput against link rate and number of nodes, for several strategies."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class Axes:
 
 @dataclass(frozen=True)
 class Point:
-    """One way to train on one cluster."""
+    """One strategy on one cluster."""
 
     row: str
+    """The strategy's name."""
     title: str
     nodes: int
     link_gbit_s: float
@@ -52,22 +53,22 @@ class Point:
 
 def sweep(
     axes: Axes,
-    rows: Sequence[Strategy],
+    strategies: Sequence[Strategy],
     hardware: Hardware,
     nodes: int,
     trace_of: Callable[[Strategy, int], Trace],
 ) -> list[Point]:
-    """Every combination. `trace_of` dry-runs a way to train on a number of nodes; links need no new one."""
+    """Every combination. `trace_of` dry-runs a strategy on a number of nodes; links need no new one."""
     points = []
     for count in axes.nodes or (nodes,):
-        for row in rows:
-            trace = trace_of(row, count)
+        for strategy in strategies:
+            trace = trace_of(strategy, count)
             for rate in axes.link_gbit_s or (hardware.link_gbit_s,):
                 timeline = simulate(trace, hardware.changed(link_gbit_s=float(rate)))
                 points.append(
                     Point(
-                        row.name,
-                        row.title,
+                        strategy.name,
+                        strategy.title,
                         count,
                         float(rate),
                         timeline.step_seconds,

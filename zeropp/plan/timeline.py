@@ -25,7 +25,7 @@ from typing import Literal
 
 from ..comm.pipeline import run_pipelined
 from .hardware import Hardware
-from .trace import Compute, Event, Gather, Hop, Phase, Reduce, Trace
+from .trace import Compute, Event, Gather, Phase, Reduce, Trace, TracedHop
 
 Kind = Literal["compute", "codec", "in-node link", "across link", "wait"]
 KINDS: tuple[Kind, ...] = ("compute", "codec", "in-node link", "across link")
@@ -175,8 +175,8 @@ class _Builder:
         stream = "reduce" if self.hardware.overlap else "compute"
         if self._reduced is not None:
             self._wait("compute", [self._reduced])
-        scattered = tuple(hop for hop in reduce.hops if hop.collective != "all_reduce")
-        replicated = tuple(hop for hop in reduce.hops if hop.collective == "all_reduce")
+        scattered = tuple(hop for hop in reduce.hops if hop.pattern != "all_reduce")
+        replicated = tuple(hop for hop in reduce.hops if hop.pattern == "all_reduce")
         self._wait(stream, self._latest("compute"))
         self._reduced = self._collective(f"reduce {reduce.unit}", scattered, stream)
         if replicated:
@@ -191,13 +191,13 @@ class _Builder:
             self._copied_out.append(self._wait("compute", [known.gathered]))
             known.used = True
 
-    def _collective(self, name: str, hops: tuple[Hop, ...], stream: str) -> int:
+    def _collective(self, name: str, hops: tuple[TracedHop, ...], stream: str) -> int:
         """Chunk by chunk, in the order in which the pipeline advances them. Returns the last operation."""
         count = hops[0].chunks if hops else 0
         run_pipelined(self._chunk(f"{name}, chunk {k + 1}/{count}", hops, stream) for k in range(count))
         return self._wait(stream, [])
 
-    def _chunk(self, name: str, hops: tuple[Hop, ...], stream: str) -> Generator[None]:
+    def _chunk(self, name: str, hops: tuple[TracedHop, ...], stream: str) -> Generator[None]:
         for hop in hops:
             encode = self.hardware.encode_seconds(hop.codec, hop.encoded / hop.chunks)
             self._codec(f"encode {name}", encode, stream)
@@ -217,7 +217,7 @@ class _Builder:
         if stream != "compute":
             self._add(name, "codec", ["compute"], seconds, beside=True)
 
-    def _hop(self, name: str, hop: Hop, after: Iterable[int]) -> int:
+    def _hop(self, name: str, hop: TracedHop, after: Iterable[int]) -> int:
         in_node, across = self.hardware.hop_seconds(hop, self.trace.nodes, self.trace.ranks_per_node)
         links = {"in-node": ["in-node link"], "across": ["across link"]}
         resources = links.get(hop.level, ["in-node link", "across link"])

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from ..plan.chrome import LANES
-from ..plan.recommend import GIB, Option
+from ..plan.recommend import GIB, PlannedStrategy
 from ..plan.result import Plan
 from ..plan.sweep import Point
 from ..plan.timeline import KINDS, Kind, Timeline
@@ -33,11 +33,11 @@ MAX_BARS = 3000
 
 
 def plan_tables(plan: Plan) -> list[Table]:
-    """Ways to train, the split of each one's step, memory, and the sweep."""
+    """The strategies, the split of each one's step, memory, and the sweep."""
     tables = [
-        as_table(f"{plan.subject}, on {plan.hardware.name}", option_lines(plan.options)),
-        as_table("what a step waits for, ms", split_lines(plan.options)),
-        as_table("memory of a rank at its peak, GiB", memory_lines(plan.options)),
+        as_table(f"{plan.subject}, on {plan.hardware.name}", strategy_lines(plan.strategies)),
+        as_table("what a step waits for, ms", split_lines(plan.strategies)),
+        as_table("memory of a rank at its peak, GiB", memory_lines(plan.strategies)),
     ]
     if plan.points:
         tables += [
@@ -46,43 +46,47 @@ def plan_tables(plan: Plan) -> list[Table]:
     return tables
 
 
-def option_lines(options: tuple[Option, ...]) -> list[list[str]]:
+def strategy_lines(strategies: tuple[PlannedStrategy, ...]) -> list[list[str]]:
     return [list(COLUMNS)] + [
         [
-            option.row.title,
-            f"{option.step_seconds * 1e3:,.1f}",
-            f"{option.timeline.tokens_per_second:,.0f}",
-            f"{option.timeline.tflops:,.3g}",
-            f"{option.sent_gb:,.3g}",
-            f"{option.peak_gib:,.2f}" + ("" if option.fits else " (does not fit)"),
-            option.timeline.bottleneck,
+            planned.strategy.title,
+            f"{planned.step_seconds * 1e3:,.1f}",
+            f"{planned.timeline.tokens_per_second:,.0f}",
+            f"{planned.timeline.tflops:,.3g}",
+            f"{planned.sent_gb:,.3g}",
+            f"{planned.peak_gib:,.2f}" + ("" if planned.fits else " (does not fit)"),
+            planned.timeline.bottleneck,
         ]
-        for option in options
+        for planned in strategies
     ]
 
 
-def split_lines(options: tuple[Option, ...]) -> list[list[str]]:
+def split_lines(strategies: tuple[PlannedStrategy, ...]) -> list[list[str]]:
     phases: tuple[Phase, ...] = ("forward", "backward", "optimizer")
     return [["", *KINDS, *phases]] + [
         [
-            option.row.title,
-            *(f"{option.timeline.critical_seconds[kind] * 1e3:,.1f}" for kind in KINDS),
-            *(f"{option.timeline.phase_seconds()[phase] * 1e3:,.1f}" for phase in phases),
+            planned.strategy.title,
+            *(f"{planned.timeline.critical_seconds[kind] * 1e3:,.1f}" for kind in KINDS),
+            *(f"{planned.timeline.phase_seconds()[phase] * 1e3:,.1f}" for phase in phases),
         ]
-        for option in options
+        for planned in strategies
     ]
 
 
-def memory_lines(options: tuple[Option, ...]) -> list[list[str]]:
-    parts = [asdict(option.timeline.trace.memory) for option in options]
+def memory_lines(strategies: tuple[PlannedStrategy, ...]) -> list[list[str]]:
+    parts = [asdict(planned.timeline.trace.memory) for planned in strategies]
     return [["", *(name.replace("_", " ") for name in parts[0]), "peak"]] + [
-        [option.row.title, *(f"{value / GIB:,.2f}" for value in part.values()), f"{option.peak_gib:,.2f}"]
-        for option, part in zip(options, parts, strict=True)
+        [
+            planned.strategy.title,
+            *(f"{value / GIB:,.2f}" for value in part.values()),
+            f"{planned.peak_gib:,.2f}",
+        ]
+        for planned, part in zip(strategies, parts, strict=True)
     ]
 
 
 def sweep_lines(points: tuple[Point, ...]) -> dict[int, list[list[str]]]:
-    """By number of nodes: ways to train against link rates."""
+    """By number of nodes: strategies against link rates."""
     rates = sorted({point.link_gbit_s for point in points})
     titles = list(dict.fromkeys(point.title for point in points))
     found = {(point.title, point.nodes, point.link_gbit_s): point for point in points}
@@ -103,21 +107,21 @@ def render_plan(plan: Plan) -> str:
     sections = [
         f"<p>{escape(plan.subject)}.<br>{escape(plan.hardware.name)}: {escape(plan.hardware.source)}.</p>",
         f"<ul>{advice}</ul>" if advice else "",
-        table(option_lines(plan.options)),
+        table(strategy_lines(plan.strategies)),
         f'<p class="note">{escape(EXPLANATION)}</p>',
         "<h2>What a step waits for</h2>",
-        table(split_lines(plan.options)),
+        table(split_lines(plan.strategies)),
         "<h2>Memory</h2>",
-        table(memory_lines(plan.options)),
+        table(memory_lines(plan.strategies)),
     ]
     if plan.points:
         sections.append("<h2>Throughput against link rate and nodes</h2>")
         for nodes, lines in sweep_lines(plan.points).items():
             sections += [f"<h3>{nodes} nodes</h3>", table(lines)]
         sections += [figures.add(figure) for figure in sweep_figures(plan.points)]
-    for option in plan.options[:3]:
-        sections += [f"<h2>A step of {escape(option.row.title)}</h2>"]
-        sections += [figures.add(timeline_figure(option.timeline))]
+    for planned in plan.strategies[:3]:
+        sections += [f"<h2>A step of {escape(planned.strategy.title)}</h2>"]
+        sections += [figures.add(timeline_figure(planned.timeline))]
     return page("zeropp plan", plan.subject, sections)
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.plan.layers import Part, grown, repeated
-from zeropp.plan.memory import MemoryEstimate
+from zeropp.plan.memory_estimate import MemoryEstimate
+from zeropp.plan.repeat_layers import Part, grown, repeated
 from zeropp.plan.trace import Compute, Event, Gather, Phase, Reduce
 
 

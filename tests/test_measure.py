@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import Ranks
-from zeropp.plan import measure as measuring
-from zeropp.plan.measure import Size, measure
+from zeropp import measure as measuring
+from zeropp.measure import Size, measure
 
 SMALL = Size(2, 8, 64, wire_bytes=(1 << 12, 1 << 14), repeats=1)
 

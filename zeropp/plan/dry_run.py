@@ -1,4 +1,4 @@
-"""The dry run: the trace of one optimizer step, from rehearsals of as little of it as is needed."""
+"""The dry run: the trace of one optimizer step, from fake steps of as few layers as are needed."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from dataclasses import replace
 from itertools import chain
 
 from ..strategies import Strategy
-from .layers import RECORDED, grown, repeated
-from .memory import MemoryEstimate
-from .rehearsal import Recording, rehearse
+from .fake_step import Recording, record_step
+from .memory_estimate import MemoryEstimate
+from .repeat_layers import RECORDED, grown, repeated
 from .scenario import Scenario
 from .trace import Event, Trace
 
 logger = logging.getLogger("zeropp")
 
-REHEARSED_MICRO_BATCHES = 3
+RECORDED_MICRO_BATCHES = 3
 """The first gathers across nodes, the last reduces across nodes, and all between them do the same."""
 
 
-def dry_run(scenario: Scenario, row: Strategy, *, full: bool = False) -> Trace:
-    """What rank 0 does in one step of `scenario`, trained as `row` says. Needs no devices and no ranks.
+def dry_run(scenario: Scenario, strategy: Strategy, *, full: bool = False) -> Trace:
+    """What rank 0 does in one step of `scenario`, trained as `strategy` says. Needs no devices and no ranks.
 
     Args:
         scenario: the model, the ranks, the batch.
-        row: plain FSDP2, HSDP, or a zeropp Config, and when gradients are synchronized.
-        full: rehearse all layers and micro-batches. Otherwise layers that do the same are rehearsed a few
-            times and multiplied, which gives the same trace.
+        strategy: plain FSDP2, HSDP, or a zeropp Config, and when gradients are synchronized.
+        full: run all layers and micro-batches. Otherwise a few of the layers that do the same are run, and
+            multiplied, which gives the same trace.
     """
-    short = replace(scenario, micro_batches=min(scenario.micro_batches, REHEARSED_MICRO_BATCHES))
+    short = replace(scenario, micro_batches=min(scenario.micro_batches, RECORDED_MICRO_BATCHES))
     if full:
-        return _trace(scenario, *_as_recorded(rehearse(scenario, row)))
-    few = rehearse(short, row, layers=RECORDED)
+        return _trace(scenario, *_as_recorded(record_step(scenario, strategy)))
+    few = record_step(short, strategy, layers=RECORDED)
     if few.layers > RECORDED:
-        one_more = rehearse(short, row, layers=RECORDED + 1)
+        one_more = record_step(short, strategy, layers=RECORDED + 1)
         if few.are_alike and _next_follows(few, one_more):
             return _trace(scenario, *_multiplied(few, one_more))
-        logger.warning("zeropp: the layers of %s differ, so all of them are rehearsed", scenario.model.name)
-        few = rehearse(short, row)
+        logger.warning("zeropp: the layers of %s differ, so all of them are run", scenario.model.name)
+        few = record_step(short, strategy)
     return _trace(scenario, *_as_recorded(few))
 
 

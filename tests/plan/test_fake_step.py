@@ -6,15 +6,15 @@ import torch.distributed as dist
 from tests.plan.real import Case
 from tests.ranks import Ranks
 from zeropp.bench.workload import Workload
+from zeropp.plan.fake_step import record_step
 from zeropp.plan.models import PlanError
-from zeropp.plan.rehearsal import rehearse
 from zeropp.strategies import find_strategy
 
 TINY = Case(find_strategy("default"), Workload(layers=5, width=64, context=8, batch=1), micro_batches=2)
 
 
-def test_it_rehearses_as_many_layers_as_are_asked_for() -> None:
-    recording = rehearse(TINY.scenario(), TINY.row, layers=3)
+def test_it_records_as_many_layers_as_are_asked_for() -> None:
+    recording = record_step(TINY.scenario(), TINY.strategy, layers=3)
     units = {event.unit for part in recording.parts for event, _ in part}
     assert units == {"(root)", "blocks.0", "blocks.1", "blocks.2"}
     assert (recording.layers_name, recording.layers, recording.are_alike) == ("blocks", 5, True)
@@ -23,21 +23,21 @@ def test_it_rehearses_as_many_layers_as_are_asked_for() -> None:
 
 
 def test_every_step_after_the_first_is_the_same() -> None:
-    first, second = (rehearse(TINY.scenario(), TINY.row, layers=2) for _ in range(2))
+    first, second = (record_step(TINY.scenario(), TINY.strategy, layers=2) for _ in range(2))
     assert first == second
 
 
-def _rehearse_on_real_ranks() -> str:
+def _record_on_real_ranks() -> str:
     with pytest.raises(PlanError) as raised:
-        rehearse(TINY.scenario(), TINY.row)
+        record_step(TINY.scenario(), TINY.strategy)
     return str(raised.value)
 
 
 def test_a_process_that_is_a_rank_is_refused(ranks: Ranks) -> None:
-    (says,) = ranks.run(_rehearse_on_real_ranks, world=1)
+    (says,) = ranks.run(_record_on_real_ranks, world=1)
     assert "a dry run needs a process group of its own" in says
 
 
 def test_other_engines_are_refused() -> None:
-    with pytest.raises(PlanError, match="row 'deepspeed' runs deepspeed"):
-        rehearse(TINY.scenario(), find_strategy("deepspeed"))
+    with pytest.raises(PlanError, match="strategy 'deepspeed' runs deepspeed"):
+        record_step(TINY.scenario(), find_strategy("deepspeed"))

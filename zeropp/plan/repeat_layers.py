@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .memory import MemoryEstimate
+from .memory_estimate import MemoryEstimate
 from .trace import Compute, Event
 
 RECORDED = 4

@@ -11,7 +11,7 @@ from tests.ranks import Ranks
 from zeropp.bench.workload import Gpt, Workload
 from zeropp.config import Config
 from zeropp.plan.catalog import find_hardware
-from zeropp.plan.dryrun import dry_run
+from zeropp.plan.dry_run import dry_run
 from zeropp.plan.models import Model, resolve
 from zeropp.plan.scenario import Scenario
 from zeropp.plan.timeline import simulate
@@ -50,7 +50,7 @@ def _bytes_of(trace: Trace) -> dict[tuple[str, str, str], tuple[int, int, int]]:
         if isinstance(event, Compute):
             continue
         for hop in event.hops:
-            if hop.collective == "all_reduce":
+            if hop.pattern == "all_reduce":
                 continue  # FSDP2's own, and not in the ledger
             key = (event.unit, "all_gather" if isinstance(event, Gather) else "reduce_scatter", hop.level)
             calls[key] += hop.chunks
@@ -71,24 +71,24 @@ def _by_level(
 def test_bytes_are_those_of_a_real_run(ranks: Ranks, name: str, nodes: int) -> None:
     """Row by row of the ledger, on every rank, to the byte."""
     case = replace(CASES[name], nodes=nodes)
-    trace = dry_run(case.scenario(), case.row)
-    rehearsed = _bytes_of(trace)
-    assert rehearsed
+    trace = dry_run(case.scenario(), case.strategy)
+    traced = _bytes_of(trace)
+    assert traced
     assert simulate(trace, find_hardware("a100-100g")).step_seconds > 0  # knows the cost of every hop
     for ledger in ranks.run(ledger_of_second_step, case, world=2 * nodes):
-        assert rehearsed == _by_level(ledger, is_in_node=case.row.is_hsdp)
+        assert traced == _by_level(ledger, is_in_node=case.strategy.is_hsdp)
 
 
-@pytest.mark.parametrize("row", ["default", "wire16-accumulate", "hsdp"])
-def test_multiplied_layers_equal_a_full_run(row: str) -> None:
-    """Events and memory, both exactly; with recomputation and more micro-batches than are rehearsed."""
-    case = Case(find_strategy(row), DEEP, nodes=3, micro_batches=5, checkpointing=True)
-    multiplied, full = (dry_run(case.scenario(), case.row, full=full) for full in (False, True))
+@pytest.mark.parametrize("name", ["default", "wire16-accumulate", "hsdp"])
+def test_multiplied_layers_equal_a_full_run(name: str) -> None:
+    """Events and memory, both exactly; with recomputation and more micro-batches than are recorded."""
+    case = Case(find_strategy(name), DEEP, nodes=3, micro_batches=5, checkpointing=True)
+    multiplied, full = (dry_run(case.scenario(), case.strategy, full=full) for full in (False, True))
     assert multiplied == full
     assert {event.unit for event in full.events} == {"(root)", *(f"blocks.{i}" for i in range(7))}
 
 
-def test_layers_that_differ_are_all_rehearsed(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_differ_are_all_run(caplog: pytest.LogCaptureFixture) -> None:
     def build() -> nn.Module:
         model = Gpt(DEEP)
         model.blocks[5].down = nn.Linear(256, 64)  # with a bias

@@ -1,9 +1,9 @@
-"""The recorder: watches the steps of a sharded model and writes down events and memory.
+"""The recorder of a step: watches a sharded model in training and writes down events and memory.
 
 It sees three things. Every operation, as a dispatch mode: FLOPs, bytes, new storages. Every call of a comm,
-from a bracket around it: the hops are what the ledger has more of afterwards. And where the program is, from
-hooks on the units: in forward by a stack, in backward by the gradients that arrive at a unit's outputs (it is
-entered) and at its inputs (it is left).
+from a bracket around it: its hops are the difference of the ledger after it and before. And where the program
+is, from hooks on the units: in forward by a stack, in backward by the gradients that arrive at a unit's
+outputs (it is entered) and at its inputs (it is left).
 """
 
 from __future__ import annotations
@@ -18,31 +18,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
+from .. import Ledger
 from ..fsdp import ROOT, gather_copies
-from .hops import HopMeter, all_reduce_hop
-from .memory import LiveStorages, MemoryEstimate
-from .trace import Compute, Event, Hop, Phase, Reduce
+from .memory_estimate import LiveStorages, MemoryEstimate
+from .operation_work import work_of
+from .trace import Compute, Event, Gather, Phase, Reduce, ShardGroup, TracedHop, all_reduce_hop
 
-aten = torch.ops.aten
-FLOPS = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
-UNTOUCHED = {
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten._unsafe_view,
-}
-COPY_IN, COPY_OUT = gather_copies()
+_, COPY_OUT = gather_copies()
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it before the model is built: what it has not seen, it does not count."""
 
     def __init__(self, storages: LiveStorages) -> None:
@@ -108,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def replicas_reduced(self, unit: str, gradients: Tensor, ranks: int) -> None:
         """HSDP has all-reduced a shard of gradients, which it had just reduced inside the node."""
-        hops: tuple[Hop, ...] = (all_reduce_hop(gradients, ranks),)
+        hops: tuple[TracedHop, ...] = (all_reduce_hop(gradients.numel(), gradients.itemsize, ranks),)
         last = self._recorded[-1][0] if self._recorded and not self._flops else None
         if isinstance(last, Reduce) and last.unit == unit:
             hops, _ = last.hops + hops, self._recorded.pop()
@@ -135,7 +121,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (where := self._where()) != self._span:
             self._close_span()
             self._span = where
-        flops, bytes_touched = _work_of(func, args, kwargs, out, results)
+        flops, bytes_touched = work_of(func, args, kwargs, out, results)
         self._flops += flops
         self._bytes_touched += bytes_touched
 
@@ -171,11 +157,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._peak, self._peak_bytes = self._breakdown(), now
 
 
-class Recorded:
-    """A bracket around one of a unit's comms. FSDP2 takes any object of this shape."""
+class RecordedComm:
+    """One of a unit's comms, with a bracket around it that tells the recorder what each call has sent. To
+    FSDP2 it is a comm like any other."""
 
-    def __init__(self, comm: Any, meter: HopMeter, recorder: Recorder) -> None:
-        self._comm, self._meter, self._recorder = comm, meter, recorder
+    def __init__(
+        self,
+        comm: Any,
+        kind: type[Gather] | type[Reduce],
+        unit: str,
+        shard_group: ShardGroup,
+        ledger: Ledger,
+        recorder: StepRecorder,
+    ) -> None:
+        self._comm, self._kind, self._unit = comm, kind, unit
+        self._shard_group, self._ledger, self._recorder = shard_group, ledger, recorder
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._comm.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
@@ -183,45 +179,14 @@ class Recorded:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, *args: Any, **kwargs: Any
     ) -> Any:
-        self._meter.start()
-        with self._recorder.comm(lambda: self._meter.event(group)):
+        before = self._ledger.copy()
+
+        def event() -> Event:
+            sent = self._ledger.since(before)
+            return self._kind(self._unit, self._shard_group.hops_of(sent, gathered_over=group.size()))
+
+        with self._recorder.comm(event):
             return self._comm(output_tensor, input_tensor, group, *args, **kwargs)
-
-
-class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the work of what runs inside, as a recorder does."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = self.bytes_touched = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        results = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
-        flops, bytes_touched = _work_of(func, args, kwargs or {}, out, results)
-        self.flops += flops
-        self.bytes_touched += bytes_touched
-        return out
-
-
-def _work_of(func: Any, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> tuple[int, int]:
-    """FLOPs of a matrix product, or bytes that anything else touches."""
-    packet = func._overloadpacket
-    if packet in FLOPS:
-        return FLOPS[packet](*args, **kwargs, out_val=out), 0
-    if func.is_view or packet in UNTOUCHED or func.namespace == "prim":
-        return 0, 0
-    return 0, _bytes_touched(packet, args, kwargs, results)
-
-
-def _bytes_touched(packet: Any, args: Any, kwargs: Any, results: list[Tensor]) -> int:
-    """Read and written by one operation: its tensors, unless it takes more than it looks at."""
-    if packet == COPY_IN:  # shards into their slot of a large buffer
-        return sum(2 * int(shard.nbytes) for shard in args[0])
-    if packet == aten.embedding:  # some rows of a table
-        return 2 * sum(tensor.nbytes for tensor in results)
-    given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
-    return sum(tensor.nbytes for tensor in (*given, *results))
 
 
 def _differentiable(tree: Any) -> list[Tensor]:

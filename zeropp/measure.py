@@ -30,15 +30,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..comm import Ledger, Scratch, Wire
-from ..comm.ring import reduce_scatter_bf16
-from ..config import CodecName, Config
-from ..models.gpt import GPT, GPTConfig
-from ..quant import make_codec
-from ..topology import Hop, Topology
-from .hardware import CodecSpeed, Cost, Hardware
-from .recorder import WorkCounter
-from .trace import Collective, Level
+from .comm import Ledger, Scratch, Wire
+from .comm.ring import reduce_scatter_bf16
+from .config import CodecName, Config
+from .models.gpt import GPT, GPTConfig
+from .plan.hardware import CodecSpeed, Cost, Hardware
+from .plan.operation_work import WorkCounter
+from .plan.trace import Level, Pattern
+from .quant import make_codec
+from .topology import Hop, Topology
 
 CODECS: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
 BLOCK_SIZE = 128
@@ -49,13 +49,13 @@ MIN_PRODUCTS_SHARE = 0.2
 """Of the time of a layer: where passes over memory seem to explain more than the rest, they do not."""
 TOO_FAST_NS = 1e-3
 """Per byte; a link that looks faster was too fast to be measured at these sizes."""
-OURS: dict[Level, tuple[Collective, ...]] = {
+OURS: dict[Level, tuple[Pattern, ...]] = {
     "in-node": ("all_gather", "all_to_all"),
     "across": ("all_gather", "all_to_all"),
     "flat": ("all_gather", "all_to_all", "reduce_scatter"),
 }
 """Hops of zeropp; its own reduce-scatter is the 16-bit ring."""
-PLAIN: dict[Level, tuple[Collective, ...]] = {
+PLAIN: dict[Level, tuple[Pattern, ...]] = {
     "in-node": ("all_gather", "reduce_scatter"),
     "across": ("all_reduce",),
     "flat": ("all_gather", "reduce_scatter"),
@@ -88,7 +88,7 @@ class Measurement:
     """Across nodes, while the other ranks of the node are silent; None on one node."""
     seconds: float = 0.0
     points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """Wire bytes and seconds of each collective and level."""
+    """Wire bytes and seconds of each pattern and level."""
 
 
 def measure(size: Size, on_progress: OnProgress = lambda _: None) -> Measurement:
@@ -217,12 +217,12 @@ Prepare = Callable[[int], tuple[Callable[[], object], int]]
 def _calls(topology: Topology, device: torch.device) -> Iterator[tuple[str, Prepare]]:
     """Everything to time, by name."""
     for hop in _hops(topology):
-        for collective in OURS[hop.name]:
-            prepare = _prepare_ring if collective == "reduce_scatter" else partial(_prepare_ours, collective)
-            yield f"{collective} {hop.name}", partial(prepare, topology, device, hop)
-        for collective in PLAIN[hop.name]:
-            name = f"{collective} {hop.name}" + (" plain" if collective in OURS[hop.name] else "")
-            yield name, partial(_prepare_plain, device, hop.group or _world(), collective)
+        for pattern in OURS[hop.name]:
+            prepare = _prepare_ring if pattern == "reduce_scatter" else partial(_prepare_ours, pattern)
+            yield f"{pattern} {hop.name}", partial(prepare, topology, device, hop)
+        for pattern in PLAIN[hop.name]:
+            name = f"{pattern} {hop.name}" + (" plain" if pattern in OURS[hop.name] else "")
+            yield name, partial(_prepare_plain, device, hop.group or _world(), pattern)
 
 
 def _hops(topology: Topology) -> list[Hop]:
@@ -247,7 +247,7 @@ def _sizes(
 
 
 def _prepare_ours(
-    collective: Collective, topology: Topology, device: torch.device, hop: Hop, wanted: int
+    pattern: Pattern, topology: Topology, device: torch.device, hop: Hop, wanted: int
 ) -> tuple[Callable[[], object], int]:
     wire = Wire("measure", topology, Ledger(), Scratch())
     nbytes = wanted // (hop.size - 1)  # of one piece
@@ -256,7 +256,7 @@ def _prepare_ours(
     def run() -> None:
         on_the_way = (
             wire.all_gather(hop, _world(), pieces)
-            if collective == "all_gather"
+            if pattern == "all_gather"
             else wire.all_to_all(hop, _world(), pieces, out)
         )
         for _ in on_the_way:
@@ -278,18 +278,18 @@ def _prepare_ring(
 
 
 def _prepare_plain(
-    device: torch.device, group: ProcessGroup, collective: Collective, wanted: int
+    device: torch.device, group: ProcessGroup, pattern: Pattern, wanted: int
 ) -> tuple[Callable[[], object], int]:
     ranks = group.size()
-    rounds = 2 if collective == "all_reduce" else 1
+    rounds = 2 if pattern == "all_reduce" else 1
     numel = wanted // (ranks - 1) // rounds // 4  # of one piece
     piece, pieces = torch.ones(numel, device=device), torch.ones(ranks * numel, device=device)
-    calls: dict[Collective, Callable[[], object]] = {
+    calls: dict[Pattern, Callable[[], object]] = {
         "all_gather": lambda: dist.all_gather_single(pieces, piece, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_single(piece, pieces, group=group),
         "all_reduce": lambda: dist.all_reduce(pieces, op=dist.ReduceOp.MAX, group=group),
     }
-    return calls[collective], rounds * (ranks - 1) * numel * 4
+    return calls[pattern], rounds * (ranks - 1) * numel * 4
 
 
 def _fit(points: list[tuple[int, float]]) -> Cost:

@@ -1,4 +1,4 @@
-"""A rehearsal: a step of real training code, recorded, on ranks and tensors that do not exist.
+"""A fake step: a step of real training code, recorded, on ranks and tensors that do not exist.
 
 A `fake` process group has any number of ranks and sends nothing; fake tensors have shapes and no content. All
 else is what a cluster would run: FSDP2, zeropp's comms, the ledger, the optimizer. It plays rank 0, which has
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,16 +27,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ..config import Config
-from ..handle import apply
+from .. import Config, apply
 from ..strategies import Strategy
-from .hops import HopMeter
-from .layers import Part
-from .memory import LiveStorages, MemoryEstimate, nbytes_of
+from .memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
 from .models import PlanError, are_alike, find_blocks, loss_of
-from .recorder import Recorded, Recorder
+from .repeat_layers import Part
 from .scenario import Scenario
-from .trace import Gather, Reduce
+from .step_recorder import RecordedComm, StepRecorder
+from .trace import Gather, Reduce, ShardGroup
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,34 +54,34 @@ class Recording:
     """Whether all layers of the whole model do the same."""
 
 
-def rehearse(scenario: Scenario, row: Strategy, layers: int | None = None) -> Recording:
+def record_step(scenario: Scenario, strategy: Strategy, layers: int | None = None) -> Recording:
     """Record a step, after one to get going, of the model with its first `layers` layers, or with all."""
     if dist.is_initialized():
         raise PlanError(
             "a dry run needs a process group of its own, and this process has one already; call "
             "torch.distributed.destroy_process_group() first"
         )
-    if row.engine != "fsdp2":
-        raise PlanError(f"row {row.name!r} runs {row.engine}; a dry run knows FSDP2 only")
+    if strategy.engine != "fsdp2":
+        raise PlanError(f"strategy {strategy.name!r} runs {strategy.engine}; a dry run knows FSDP2 only")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scenario.world_size)
     try:
         mesh = init_device_mesh("cpu", (scenario.world_size,))  # outside the mode: a mesh has content
-        options = {"mesh": mesh} | row.sharding_options(scenario.ranks_per_node)
+        options = {"mesh": mesh} | strategy.sharding_options(scenario.ranks_per_node)
         with _explained(scenario.model.name), FakeTensorMode(allow_non_fake_inputs=True):
-            return _Rehearsal(scenario, row, options, layers).run()
+            return _FakeStep(scenario, strategy, options, layers).run()
     finally:
         dist.destroy_process_group()
 
 
-class _Rehearsal:
+class _FakeStep:
     """A sharded model with its optimizer, watched by a recorder."""
 
     def __init__(
-        self, scenario: Scenario, row: Strategy, options: dict[str, Any], layers: int | None
+        self, scenario: Scenario, strategy: Strategy, options: dict[str, Any], layers: int | None
     ) -> None:
-        self._scenario, self._row = scenario, row
+        self._scenario, self._strategy = scenario, strategy
         self._storages = LiveStorages()
-        self._recorder = Recorder(self._storages)
+        self._recorder = StepRecorder(self._storages)
         with self._recorder:
             self._model = scenario.model.build().train()
             self._layers_name, blocks = find_blocks(self._model)
@@ -90,9 +89,9 @@ class _Rehearsal:
             del blocks[self._layers if layers is None else layers :]
             _shard(self._model, blocks, scenario, options)
         self._parameters = list(self._model.parameters())
-        config = Config.off() if row.config is None else row.config
+        config = Config.off() if strategy.config is None else strategy.config
         self._zpp = apply(self._model, replace(config, node_size=scenario.ranks_per_node))
-        self._set_sync = row.sync_switch(self._model, self._zpp)
+        self._set_sync = strategy.sync_switch(self._model, self._zpp)
         # One optimizer per unit costs what one for all does, and shows whose parameters it works on. Fused:
         # the others read the step number from a tensor, and a fake one has none.
         self._optimizers = {
@@ -116,16 +115,19 @@ class _Rehearsal:
         for comms in self._zpp.unit_comms:
             unit, topology = comms.unit, comms.topology
             self._recorder.watch(unit.name, unit.module)
-            if self._row.is_hsdp:
+            if self._strategy.is_hsdp:
                 unit.on_all_reduce(self._all_reduced(unit.name))
             if comms.pair is not None and topology is not None:
-                all_gather, reduce_scatter = comms.pair
-                gathers = HopMeter(Gather, unit.name, topology, self._zpp.ledger)
-                reductions = HopMeter(Reduce, unit.name, topology, self._zpp.ledger)
-                unit.install(
-                    Recorded(all_gather, gathers, self._recorder),
-                    Recorded(reduce_scatter, reductions, self._recorder),
+                nodes = len(topology.nodes)
+                shard_group = ShardGroup(nodes, topology.size // nodes)
+                record = partial(
+                    RecordedComm,
+                    unit=unit.name,
+                    shard_group=shard_group,
+                    ledger=self._zpp.ledger,
+                    recorder=self._recorder,
                 )
+                unit.install(record(comms.pair.all_gather, Gather), record(comms.pair.reduce_scatter, Reduce))
 
     def _all_reduced(self, unit: str) -> Any:
         return lambda gradients: self._recorder.replicas_reduced(unit, gradients, self._scenario.nodes)

@@ -6,8 +6,8 @@ import torch
 from tests.plan.real import Case, peak_of_second_step
 from tests.ranks import Ranks
 from zeropp.bench.workload import Workload
-from zeropp.plan.dryrun import dry_run
-from zeropp.plan.memory import LiveStorages, MemoryEstimate, nbytes_of
+from zeropp.plan.dry_run import dry_run
+from zeropp.plan.memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
 from zeropp.strategies import find_strategy
 
 WIDE = Workload(layers=5, width=512, context=64, batch=2)
@@ -25,7 +25,7 @@ LONG = Workload(layers=5, width=128, context=256, batch=8)
     ids=["weights", "activations", "checkpointing", "unsharded gradients"],
 )
 def test_peak_is_that_of_a_real_run(ranks: Ranks, case: Case) -> None:
-    estimate = dry_run(case.scenario(), case.row).memory
+    estimate = dry_run(case.scenario(), case.strategy).memory
     measured = max(ranks.run(peak_of_second_step, case))
     assert estimate.peak == pytest.approx(measured, rel=0.1)
 

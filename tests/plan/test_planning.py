@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from zeropp.plan import recommend as recommending
+from zeropp.plan.catalog import find_hardware
+from zeropp.plan.hardware import Hardware
+from zeropp.plan.models import resolve
+from zeropp.plan.planning import make_plan
+from zeropp.plan.recommend import find_compared, sensible_strategies
+from zeropp.plan.scenario import Scenario
+from zeropp.plan.timeline import Timeline, simulate
+from zeropp.plan.trace import Trace
+
+SCENARIO = Scenario(resolve("tiny"), 2, 2, sequence=32)
+SLOW = find_hardware("a100-100g").changed(link_gbit_s=1.0)
+
+
+def test_advice_compares_all_strategies_and_lays_out_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out: Counter[int] = Counter()
+
+    def counted(trace: Trace, hardware: Hardware) -> Timeline:
+        laid_out[id(trace)] += hardware is SLOW
+        return simulate(trace, hardware)
+
+    monkeypatch.setattr(recommending, "simulate", counted)
+    dry_runs: list[str] = []
+    plan = make_plan(SCENARIO, SLOW, find_compared("fsdp2"), advise=True, on_progress=dry_runs.append)
+    strategies = sensible_strategies(2, 2, 1)
+    assert {planned.strategy for planned in plan.strategies} == set(strategies)
+    assert [laid_out[id(planned.timeline.trace)] for planned in plan.strategies] == [1] * len(strategies)
+    best, plain = plan.strategies[0], find_compared("fsdp2")
+    assert plan.sentences[0].startswith(f"Use {best.strategy.title}")
+    # One dry run each; larger micro-batches only of the best and of plain FSDP2.
+    expected = Counter(strategy.title for strategy in strategies)
+    again = Counter(said.removeprefix("dry run: ").rsplit(",", 1)[0] for said in dry_runs) - expected
+    assert set(again) == {best.strategy.title, plain.title}
+
+
+def test_without_advice_it_is_the_strategy_that_was_named() -> None:
+    plan = make_plan(SCENARIO, SLOW, find_compared("hsdp"))
+    assert [planned.strategy.name for planned in plan.strategies] == ["hsdp"]
+    assert plan.sentences == plan.points == ()
+    assert plan.subject.startswith("tiny (0.000")
+    assert "2 nodes x 2 ranks, 1 x 1 x 32 tokens per rank and step, bf16" in plan.subject
