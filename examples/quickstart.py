@@ -117,8 +117,7 @@ def train(options: Options, config: zeropp.Config, advance: Callable[[], None]) 
     for _ in range(options.steps):
         total = torch.zeros(())
         for micro_batch in range(options.micro_batches):
-            if config.route == "two-hop":
-                zpp.set_requires_cross_node_sync(micro_batch == options.micro_batches - 1)
+            zpp.set_requires_cross_node_sync(micro_batch == options.micro_batches - 1)
             loss = model(*sample(training, options, generator)) / options.micro_batches
             loss.backward()
             total += loss.detach()

@@ -59,6 +59,7 @@ STATE: Parts = {"_fsdp_param_groups": (list, tuple)}
 GROUP: Parts = {
     "_all_gather_comm": object,
     "_is_hsdp": bool,
+    "_partial_reduce_output": (Tensor, type(None)),
     "_reduce_scatter_comm": object,
     "_training_state": object,
     "comm_ctx": object,
@@ -83,6 +84,7 @@ PARAM: Parts = {
     "mp_policy": MixedPrecisionPolicy,
     "padded_sharded_param_size": torch.Size,
     "sharded_param": nn.Parameter,
+    "unsharded_accumulated_grad": (Tensor, type(None)),
 }
 
 
@@ -228,15 +230,9 @@ class Unit:
         if self.group is None or self.group.size() == 1:
             return "a shard group of one rank: nothing is sent"
         group = self._param_groups[0]
-        replaceable = {
-            collectives.DefaultAllGather,
-            collectives.DefaultReduceScatter,
-            AllGather,
-            ReduceScatter,
-        }
-        custom = [
-            c for c in (group._all_gather_comm, group._reduce_scatter_comm) if type(c) not in replaceable
-        ]
+        defaults = (collectives.DefaultAllGather, collectives.DefaultReduceScatter)
+        comms = (group._all_gather_comm, group._reduce_scatter_comm)
+        custom = [comm for comm in comms if type(comm) not in (*defaults, AllGather, ReduceScatter)]
         if custom:
             return f"has custom comms already: {', '.join(type(comm).__name__ for comm in custom)}"
         return None
@@ -278,22 +274,35 @@ class Unit:
         """False while the loop has called `set_requires_gradient_sync(False)`."""
         return bool(self._param_groups[0].reduce_grads)
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether FSDP2 has gradients that it was told not to reduce, or not over all replicas."""
+        partial = any(group._partial_reduce_output is not None for group in self._param_groups)
+        return partial or any(_held(p) for p in self._fsdp_params)
+
+    def drop_held_gradients(self) -> None:
+        for group in self._param_groups:
+            group._partial_reduce_output = None
+        for param in filter(_held, self._fsdp_params):
+            param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+
     def reduce_zeros(self) -> None:
         """Between two backwards: what FSDP2 does at the end of one that leaves every gradient at zero. So it
         is FSDP2 that scales and converts what comes out, adds it to `.grad`, and calls hooks on it."""
-        (group,) = self._param_groups
-        state, context, stream = group._training_state, group.comm_ctx, group.device_handle.current_stream()
-        _check_parts("FSDPCommContext", context, CONTEXT)
-        with torch.no_grad():
-            group.post_backward()
-        group._training_state = state
-        events = [*context._last_post_reduce_events.values()]
-        for event in (*events, *(reduction.event for reduction in context.reduce_scatter_states)):
-            if event is not None:
-                stream.wait_event(event)
-        context._last_post_reduce_events.clear()
-        context.reduce_scatter_states.clear()
-        group.finalize_backward()
+        for group in self._param_groups:
+            state, context = group._training_state, group.comm_ctx
+            _check_parts("FSDPCommContext", context, CONTEXT)
+            stream = group.device_handle.current_stream()
+            with torch.no_grad():
+                group.post_backward()
+            group._training_state = state
+            events = [*context._last_post_reduce_events.values()]
+            for event in (*events, *(reduction.event for reduction in context.reduce_scatter_states)):
+                if event is not None:
+                    stream.wait_event(event)
+            context._last_post_reduce_events.clear()
+            context.reduce_scatter_states.clear()
+            group.finalize_backward()
 
     def on_load(self, react: Callable[[], None]) -> list[RemovableHandle]:
         """Call `react` after a state-dict load into any module that owns a parameter of the unit."""
@@ -325,6 +334,11 @@ def gather_copies() -> tuple[Any, Any]:
     return torch.ops.fsdp.all_gather_copy_in, torch.ops.fsdp.split_with_sizes_copy
 
 
+def _held(param: Any) -> bool:
+    unsharded = getattr(param, "_unsharded_param", None)  # made in the first forward
+    return unsharded is not None and not (param.unsharded_accumulated_grad is unsharded.grad is None)
+
+
 def _check(modules: list[FSDPModule]) -> None:
     """Raise if FSDP2 is not as we know it; see [Note: Versions]."""
     for name, example, parts in _what_is_read(modules):
@@ -334,7 +348,8 @@ def _check(modules: list[FSDPModule]) -> None:
         (ReduceScatter, collectives.DefaultReduceScatter),
     ):
         for method in ("allocate", "__call__"):
-            if new := _parameters(theirs, method) - _parameters(ours, method):
+            known, given = (set(signature(getattr(c, method)).parameters) for c in (ours, theirs))
+            if new := given - known:
                 _refuse([f"{theirs.__name__}.{method} has new parameters: {', '.join(sorted(new))}"])
     if VERSION not in TESTED:
         _warn_untested()
@@ -368,10 +383,6 @@ def _wrong(example: Any, path: str, kind: type | tuple[type, ...]) -> str | None
     except AttributeError:
         return f"{path} is missing"
     return None if isinstance(value, kind) else f"{path} is a {type(value).__name__}, expected {kind}"
-
-
-def _parameters(comm: type, method: str) -> set[str]:
-    return set(signature(getattr(comm, method)).parameters)
 
 
 def _refuse(wrong: list[str]) -> NoReturn:

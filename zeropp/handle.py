@@ -87,6 +87,19 @@ class ZeroPP:
         """The part of `communication_bytes` that is node shards: what `Config.secondary` costs."""
         return sum(comms.keeps().node_shard for comms in self.unit_comms)
 
+    @property
+    def nodes(self) -> int:
+        """How many nodes a unit of the model is sharded over, at most: with HSDP that shards inside each node,
+        one."""
+        topologies = (comms.topology for comms in self.unit_comms)
+        return max((len(topology.nodes) for topology in topologies if topology is not None), default=1)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether something is kept that does not follow from the weights: a reference of differences, kept
+        errors, the count of reductions for rounding at random. Then a checkpoint must hold `state_dict()`."""
+        return any(comms.has_history for comms in self.unit_comms)
+
     def invalidate(self) -> None:
         """Say that weights were changed by other means than an optimizer step or `load_state_dict`.
 
@@ -120,9 +133,12 @@ class ZeroPP:
             if old.pair is not None and new.pair is not None:
                 new.pair.take_over(old.pair)
         self._remove_hooks()
+        for old, new in zip(self.unit_comms, unit_comms, strict=True):
+            requires_sync = old.requires_sync
+            old.set_sync(True)  # FSDP2's switches, which the new Config may not use
+            new.set_sync(requires_sync)
+            new.unit.send_unused_as_set()
         self.config, self.overrides, self.unit_comms = config, overrides, unit_comms
-        for comms in unit_comms:
-            comms.unit.send_unused_as_set()
         self._install()
         if self._accumulates:
             self._prepare_to_accumulate()
@@ -161,8 +177,11 @@ class ZeroPP:
     def set_requires_cross_node_sync(self, requires_sync: bool) -> None:
         """Turn cross-node gradient traffic off for all but the last micro-batch of a step.
 
-        While off, gradients are reduced inside the node only and add up there in fp32. Turn it on again
-        before the last micro-batch's backward; an optimizer step with gradients still pending is an error.
+        Does the right thing for any Config and mesh. While off: on two hops, gradients are reduced inside the
+        node only and add up there in fp32. On a flat route nothing is reduced, and FSDP2 keeps full gradients
+        (its `set_requires_gradient_sync`). With HSDP that shards inside each node, FSDP2 leaves out the
+        all-reduce (`set_requires_all_reduce`). Turn it on again before the last micro-batch's backward; an
+        optimizer step with gradients still pending is an error.
 
             for i, batch in enumerate(micro_batches):
                 zpp.set_requires_cross_node_sync(i == len(micro_batches) - 1)
@@ -178,8 +197,8 @@ class ZeroPP:
         if not requires_sync and not self._accumulates:
             self._accumulates = True
             self._prepare_to_accumulate()
-        for _, _, reduce_scatter in self._installed():
-            reduce_scatter.set_sync_across(requires_sync)
+        for comms in self.unit_comms:
+            comms.set_sync(requires_sync)
 
     def flush(self) -> None:
         """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:
@@ -194,17 +213,15 @@ class ZeroPP:
         are zero: scaled, converted, added and shown to hooks by FSDP2 itself. Costs that micro-batch's
         communication, and the memory of one unit's gradients. Call it on every rank, after backward.
         """
-        pending = [
-            (comms.unit, reduce) for comms, _, reduce in self._installed() if reduce.pending is not None
-        ]
-        if off := [unit.name for unit, _ in pending if not unit.reduces_gradients]:
+        pending = [comms for comms in self.unit_comms if comms.has_pending]
+        own = [comms.unit for comms in pending if comms.fsdp2_puts_off != "reduction"]
+        if off := [unit.name for unit in own if not unit.reduces_gradients]:
             raise RuntimeError(
                 f"flush() while FSDP2 reduces no gradients of {', '.join(off)}; call "
                 "set_requires_gradient_sync(True) before the last backward"
             )
-        for unit, reduce_scatter in reversed(pending):
-            with reduce_scatter.flushing():
-                unit.reduce_zeros()
+        for comms in reversed(pending):
+            comms.flush()
 
     def release(self) -> None:
         """Give up node shards and scratch, without `remove()`: while the model sleeps, or is offloaded.
@@ -221,26 +238,25 @@ class ZeroPP:
 
     def drop_pending_gradients(self) -> None:
         """Forget gradients accumulated without cross-node sync. `zero_grad()` does it by itself."""
-        for _, _, reduce_scatter in self._installed():
-            reduce_scatter.drop_pending()
+        for comms in self.unit_comms:
+            comms.drop_pending()
 
     def gradients_zeroed(self, params: set[int]) -> None:
         """zero_grad() ran for the parameters with these ids: what is pending for them goes, too."""
-        for comms, _, reduce_scatter in self._installed():
-            if reduce_scatter.pending is not None and comms.gradients.zeroed(params):
-                reduce_scatter.drop_pending()
+        for comms in self.unit_comms:
+            if comms.has_pending and comms.gradients.zeroed(params):
+                comms.drop_pending()
 
     def remove(self) -> None:
         """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
         self._raise_if_pending()
         self._alarm.raise_if_any()
-        for comms, _, _ in self._installed():
-            comms.unit.restore()
-            comms.pair = None
+        for comms in self.unit_comms:
+            comms.remove()
         self._remove_hooks()
 
     def _raise_if_pending(self) -> None:
-        pending = [comms.unit.name for comms, _, reduce in self._installed() if reduce.pending is not None]
+        pending = [comms.unit.name for comms in self.unit_comms if comms.has_pending]
         if pending:
             raise RuntimeError(
                 f"gradients of {', '.join(pending)} are still pending without cross-node sync; run the last "
@@ -261,8 +277,7 @@ class ZeroPP:
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
                 comms.unit.send_unused_gradients()  # kept errors need one layout in every step
-        installed = [(comms.unit, gather, reduce) for comms, gather, reduce in self._installed()]
-        self._steps = OptimizerSteps(installed, self._alarm)
+        self._steps = OptimizerSteps(self.unit_comms, self._alarm)
         self._handles += self._steps.register()
 
     def _installed(self) -> Iterator[tuple[UnitComms, AllGather, ReduceScatter]]:
@@ -271,18 +286,8 @@ class ZeroPP:
     def _prepare_to_accumulate(self) -> None:
         listen(self)
         self._warn_if_large(sum((comms.will_keep() for comms in self.unit_comms), Kept()))
-        every_time = []
         for comms in self.unit_comms:
-            if comms.pair is not None and comms.pair.reduce_scatter.can_defer:
-                comms.unit.send_unused_gradients()
-            elif comms.topology is not None and not comms.topology.is_one_node:
-                every_time.append(comms.unit.name)
-        if every_time and dist.get_rank() == 0:
-            logger.warning(
-                "zeropp: units with a flat route reduce across nodes in every micro-batch, cross-node sync "
-                "or not: %s",
-                ", ".join(every_time),
-            )
+            comms.prepare_to_accumulate()
 
     def _warn_if_large(self, kept: Kept) -> None:
         """Say so, before it is allocated."""

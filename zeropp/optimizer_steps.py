@@ -23,19 +23,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .comm import Alarm, AllGather, ReduceScatter
-from .fsdp import Unit
-
-Installed = tuple[Unit, AllGather, ReduceScatter]
+from .comm import Alarm
+from .unit_comms import UnitComms
 
 
 class OptimizerSteps:
     """Watches the optimizer steps that concern some units, as long as somebody holds it."""
 
-    def __init__(self, units: Iterable[Installed], alarm: Alarm) -> None:
-        self._units = list(units)
+    def __init__(self, unit_comms: Iterable[UnitComms], alarm: Alarm) -> None:
+        self._unit_comms = [comms for comms in unit_comms if comms.pair is not None]
         self._alarm = alarm
-        self._table: dict[int, tuple[weakref.ref[nn.Parameter], Installed | None]] = {}
+        self._table: dict[int, tuple[weakref.ref[nn.Parameter], UnitComms | None]] = {}
 
     def register(self) -> list[RemovableHandle]:
         """Start; the handles end it."""
@@ -53,7 +51,8 @@ class OptimizerSteps:
         handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         for handle in handles:
             weakref.finalize(self, handle.remove)
-        return [*handles, *(hook for unit, _, _ in self._units for hook in unit.on_load(self._table.clear))]
+        loads = [comms.unit.on_load(self._table.clear) for comms in self._unit_comms]
+        return [*handles, *(hook for hooks in loads for hook in hooks)]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A step's pre-hook: args are (optimizer, closure or nothing). What it returns replaces them."""
@@ -84,28 +83,29 @@ class OptimizerSteps:
 
     def _check(self, optimizer: Optimizer) -> None:
         self._alarm.raise_if_known()
-        pending = [unit.name for unit, _, reduce in self._changed_by(optimizer) if reduce.pending is not None]
+        pending = [comms.unit.name for comms in self._changed_by(optimizer) if comms.has_pending]
         if pending:
             raise RuntimeError(
-                f"optimizer.step() while gradients of {', '.join(pending)} are only summed inside their "
-                "node: call set_requires_cross_node_sync(True) before the backward of the last micro-batch, "
-                "or flush() after it"
+                f"optimizer.step() while gradients of {', '.join(pending)} are not summed over all nodes: "
+                "call set_requires_cross_node_sync(True) before the backward of the last micro-batch, or "
+                "flush() after it"
             )
 
     def _weights_changed(self, optimizer: Optimizer) -> None:
-        for _, all_gather, _ in self._changed_by(optimizer):
-            all_gather.after_step()
+        for comms in self._changed_by(optimizer):
+            if comms.pair is not None:
+                comms.pair.all_gather.after_step()
 
-    def _changed_by(self, optimizer: Optimizer) -> Iterable[Installed]:
+    def _changed_by(self, optimizer: Optimizer) -> Iterable[UnitComms]:
         """The units that the optimizer can change: what is frozen stays as it is."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(self._knows(p) for p in params):
             self._fill_table(params)
-        changed: dict[int, Installed] = {}
+        changed: dict[int, UnitComms] = {}
         for p in params:
-            _, installed = self._table[id(p)]
-            if installed is not None and (p.requires_grad or p.grad is not None):
-                changed[id(installed)] = installed
+            _, comms = self._table[id(p)]
+            if comms is not None and (p.requires_grad or p.grad is not None):
+                changed[id(comms)] = comms
         return changed.values()
 
     def _knows(self, p: nn.Parameter) -> bool:
@@ -115,5 +115,5 @@ class OptimizerSteps:
     def _fill_table(self, params: list[nn.Parameter]) -> None:
         """Ask FSDP2 for all parameters anew; those of `params` that are not among them belong to others."""
         self._table.update((id(p), (weakref.ref(p), None)) for p in params)
-        for installed in self._units:
-            self._table.update((id(p), (weakref.ref(p), installed)) for p in installed[0].params)
+        for comms in self._unit_comms:
+            self._table.update((id(p), (weakref.ref(p), comms)) for p in comms.unit.params)

@@ -4,9 +4,10 @@ it alone."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -47,6 +48,10 @@ class UnitComms:
     separates_reductions: bool = False
     """Whether gradients have hop groups of their own."""
     notes: list[str] = field(default_factory=list)
+    requires_sync: bool = True
+    """False: gradients wait, as far as the unit's route allows, for a later backward to go across nodes."""
+    has_put_off: bool = False
+    """Whether gradients that FSDP2 holds may be there because `set_sync` was called."""
 
     def __post_init__(self) -> None:
         self.gradients = GradientWatch(self.unit.name, lambda: self.unit.params)
@@ -55,6 +60,79 @@ class UnitComms:
     def has_its_groups(self) -> bool:
         """Whether process groups are still as the user wants them."""
         return self.pair is None or self.separates_reductions == self.unit.reduces_in_own_group
+
+    @property
+    def has_history(self) -> bool:
+        """Whether something is kept that does not follow from the weights: a checkpoint must hold it."""
+        config = self.config
+        rounds_at_random = config.rounding == "stochastic" or config.gradients_pending == "bf16"
+        has_history = config.weights == "delta-int4" or config.error_feedback or rounds_at_random
+        return self.pair is not None and has_history
+
+    @property
+    def defers_across(self) -> bool:
+        """Whether the hop across nodes can be left out, as [Note: Accumulation] in reduce_scatter.py says."""
+        return self.pair is not None and self.pair.reduce_scatter.can_defer
+
+    @property
+    def fsdp2_puts_off(self) -> Literal["all-reduce", "reduction"] | None:
+        """What else leaves the node, and FSDP2 itself can put off: HSDP's all-reduce, or the whole reduction
+        where one collective reduces inside and across nodes."""
+        unit, topology = self.unit, self.topology
+        stays_in_node = topology is None or topology.is_one_node or self.defers_across
+        if unit.is_hsdp or unit.group is None:
+            return "all-reduce" if stays_in_node else "reduction"
+        sends_nothing = topology is None and unit.group.size() == 1
+        if sends_nothing or (topology is not None and self.config.route == "two-hop"):
+            return None
+        return "reduction"
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether gradients of the unit wait for cross-node sync."""
+        ours = self.pair is not None and self.pair.reduce_scatter.pending is not None
+        return ours or (self.has_put_off and self.unit.holds_gradients)
+
+    def set_sync(self, requires_sync: bool) -> None:
+        """Whether gradients of the next backwards go across nodes."""
+        self.requires_sync = requires_sync
+        self.has_put_off |= not requires_sync and self.fsdp2_puts_off is not None
+        if self.pair is not None and self.defers_across:
+            self.pair.reduce_scatter.set_sync_across(requires_sync)
+        if self.fsdp2_puts_off == "all-reduce":
+            self.unit.module.set_requires_all_reduce(requires_sync, recurse=False)
+        elif self.fsdp2_puts_off == "reduction":
+            self.unit.module.set_requires_gradient_sync(requires_sync, recurse=False)
+
+    def prepare_to_accumulate(self) -> None:
+        """All micro-batches must send the same parameters, where their gradients add up as one buffer."""
+        if self.defers_across or self.fsdp2_puts_off == "all-reduce":
+            self.unit.send_unused_gradients()
+
+    def flush(self) -> None:
+        """Send pending gradients across nodes."""
+        requires_sync = self.requires_sync
+        self.set_sync(True)
+        defers = self.pair is not None and self.defers_across
+        with self.pair.reduce_scatter.flushing() if defers else nullcontext():
+            self.unit.reduce_zeros()
+        self.set_sync(requires_sync)
+
+    def drop_pending(self) -> None:
+        """Forget gradients that wait for cross-node sync."""
+        if self.pair is not None:
+            self.pair.reduce_scatter.drop_pending()
+        if self.has_put_off:
+            self.unit.drop_held_gradients()
+
+    def remove(self) -> None:
+        """Give the unit back to FSDP2, as it was."""
+        if not self.requires_sync:
+            self.set_sync(True)
+        if self.pair is not None:
+            self.unit.restore()
+        self.unit.send_unused_as_set()
+        self.pair = None
 
     def keeps(self) -> Kept:
         """What is kept of the unit now."""

@@ -81,7 +81,10 @@ class GradientWatch:
     def zeroed(self, params: set[int]) -> bool:
         """Note that zero_grad() ran for `params`; whether it has for the whole unit."""
         self._zeroed |= params
-        return all(id(p) in self._zeroed for p in self._params() if p.requires_grad)
+        is_whole = all(id(p) in self._zeroed for p in self._params() if p.requires_grad)
+        if is_whole:
+            self._zeroed = set()
+        return is_whole
 
     def raise_if_gone(self) -> None:
         """Before gradients are added to those that are pending."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..config import Config
 from ..peak_memory import PeakMemory
 from .checkpoint import Checkpoints, read_state, steps_in
 from .config import Run
@@ -121,7 +120,7 @@ class _Loop:
             "data": self.trainer.data.state_dict(),
             "ranks": self.world.size,
         }
-        kept = self.trainer.zpp.state_dict() if _has_history(self.run.zeropp) else None
+        kept = self.trainer.zpp.state_dict() if self.trainer.zpp.has_history else None
         self.checkpoints.save(self.trainer.steps_done, self.trainer.tensors(), state, kept)
         self.saved_step = self.trainer.steps_done
 
@@ -132,7 +131,7 @@ class _Loop:
         self.trainer.load_tensors(tensors)
         self.trainer.data.load_state_dict(state["data"])
         self.trainer.steps_done = self.saved_step = state["step"]
-        if not _has_history(self.run.zeropp):
+        if not self.trainer.zpp.has_history:
             return []
         # The same on every rank: what zeropp keeps belongs to ranks, so it is of use to as many as saved it.
         kept = self.checkpoints.load_kept(checkpoint) if state["ranks"] == self.world.size else None
@@ -149,7 +148,7 @@ class _Loop:
             config=_plain(self.run),
             parameters=self.trainer.parameters,
             ranks=self.world.size,
-            nodes=self.trainer.nodes,
+            nodes=self.trainer.zpp.nodes,
             device=_device_name(self.world.device),
             versions={name: version(name) for name in ("zeropp", "torch")},
             first_step=self.first_step,
@@ -213,12 +212,6 @@ def _plain(run: Run) -> dict[str, Any]:
     """As JSON gives it back."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(run), default=str))
     return plain
-
-
-def _has_history(config: Config) -> bool:
-    """Whether zeropp keeps what does not follow from the weights."""
-    rounds_at_random = config.rounding == "stochastic" or config.gradients_pending == "bf16"
-    return config.weights == "delta-int4" or config.error_feedback or rounds_at_random
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..handle import apply
+from .. import apply
 from ..models.loading import check_fits, flops_per_token, parameter_count
 from ..models.sharding import build_sharded
 from .config import Run
@@ -67,14 +67,6 @@ class Trainer:
     def tokens_per_step(self) -> int:
         batch = self.run.batch
         return self.world.size * batch.micro_batches * batch.size * batch.sequence
-
-    @property
-    def nodes(self) -> int:
-        """As zeropp sees them."""
-        return max(
-            (len(comms.topology.nodes) for comms in self.zpp.unit_comms if comms.topology is not None),
-            default=1,
-        )
 
     def step(self, stop_requested: bool = False) -> StepResult:
         """One optimizer step. Carries to all ranks whether any of them was asked to stop."""
@@ -142,18 +134,11 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for micro_batch in range(count):
             if count > 1 and self.run.batch.sync == "step":
-                self._set_sync(micro_batch == count - 1)
+                self.zpp.set_requires_cross_node_sync(micro_batch == count - 1)
             loss = self._loss(*self.data.next()) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
-
-    def _set_sync(self, is_last: bool) -> None:
-        if self.zpp.config.route == "two-hop":
-            self.zpp.set_requires_cross_node_sync(is_last)
-        else:
-            assert isinstance(self.model, FSDPModule)
-            self.model.set_requires_gradient_sync(is_last)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         device = self.world.device
