@@ -283,8 +283,8 @@ class Unit:
     def drop_held_gradients(self) -> None:
         for group in self._param_groups:
             group._partial_reduce_output = None
-        for param in filter(_held, self._fsdp_params):
-            param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+            for param in filter(_held, group.fsdp_params):
+                param.unsharded_accumulated_grad = param._unsharded_param.grad = None
 
     def reduce_zeros(self) -> None:
         """Between two backwards: what FSDP2 does at the end of one that leaves every gradient at zero. So it

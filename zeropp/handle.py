@@ -89,8 +89,7 @@ class ZeroPP:
 
     @property
     def nodes(self) -> int:
-        """How many nodes a unit of the model is sharded over, at most: with HSDP that shards inside each node,
-        one."""
+        """How many nodes the units of the model are sharded over. HSDP that shards inside each node: one."""
         topologies = (comms.topology for comms in self.unit_comms)
         return max((len(topology.nodes) for topology in topologies if topology is not None), default=1)
 

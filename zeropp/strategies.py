@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from .config import Config
-from .handle import ZeroPP
+from . import Config, ZeroPP
 
 Sync = Literal["every", "gradients", "across", "replicas"]
 Engine = Literal["fsdp2", "compute", "deepspeed"]

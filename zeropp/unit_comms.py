@@ -113,8 +113,8 @@ class UnitComms:
         """Send pending gradients across nodes."""
         requires_sync = self.requires_sync
         self.set_sync(True)
-        defers = self.pair is not None and self.defers_across
-        with self.pair.reduce_scatter.flushing() if defers else nullcontext():
+        ours = self.pair.reduce_scatter.flushing() if self.pair and self.defers_across else nullcontext()
+        with ours:
             self.unit.reduce_zeros()
         self.set_sync(requires_sync)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..handle import ZeroPP, apply
+from .. import ZeroPP, apply
 from ..strategies import Strategy
 from .deepspeed_peer import DeepSpeedTraining
 from .workload import Data, Gpt, Workload

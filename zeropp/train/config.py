@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..config import Config
+from .. import Config
 from ..models.loading import ModelConfig
 from .data import DataConfig
 from .read_config import read
