@@ -68,7 +68,7 @@ def average(net: nn.Module) -> None:
 
 
 def one_element(net: Any) -> None:
-    """Of which three ranks have none."""
+    """Changes a weight that three of the ranks have no part of."""
     with torch.no_grad():
         net.blocks[1].gate.mul_(0.5)
 
@@ -101,7 +101,7 @@ UNNOTICED = [merge_adapter, foreach, local_edit]
 
 
 def _change(change: Callable[[Any], None], net: Any) -> None:
-    """Of the sharded parameters: after an evaluation those of the root are still gathered."""
+    """Change the sharded parameters: after an evaluation those of the root are still gathered."""
     net.reshard()
     change(net)
 

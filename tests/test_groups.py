@@ -112,7 +112,7 @@ def test_a_world_that_is_bound_to_a_device(ranks: Ranks, tmp_path: Path) -> None
 
 
 def _own_groups_for_gradients() -> Any:
-    """Of a unit: whether gathers and reductions share their groups, as FSDP2 is told and told otherwise."""
+    """Whether gathers and reductions of a unit share their groups, as FSDP2 is told and told otherwise."""
     shared, losses = [], []
     for separate in (False, True):
         trainer = Trainer(None)

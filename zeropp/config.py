@@ -87,8 +87,8 @@ class Config:
     Needs an integer codec of gradients_across, and route="two-hop"."""
 
     seed: int = 0
-    """Of rounding at random (rounding="stochastic", gradients_pending="bf16"). Noise also depends on rank,
-    unit, hop and step."""
+    """Seed of rounding at random (rounding="stochastic", gradients_pending="bf16"). Noise also depends on
+    rank, unit, hop and step."""
 
     route: Route = "two-hop"
     """"two-hop": one hop between ranks of equal position on all nodes, one inside the node. "flat": one hop

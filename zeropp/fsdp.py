@@ -134,7 +134,7 @@ class Unit:
 
     def __init__(self, names: list[str], module: FSDPModule, param_groups: list[Any]) -> None:
         self.names = names
-        """Of its modules in the model; several for `fully_shard([a, b])`. `(root)` is the model itself."""
+        """Names of its modules in the model; several for `fully_shard([a, b])`. `(root)` is all of it."""
         self.module: Any = module
         """The first of them: an nn.Module and an FSDPModule."""
         self._param_groups = param_groups  # one, except with a mesh per parameter

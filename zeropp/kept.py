@@ -16,11 +16,11 @@ class Kept:
     """
 
     node_shard: int = 0
-    """`Config.secondary`"""
+    """What `Config.secondary` costs."""
     errors: int = 0
-    """`Config.error_feedback`"""
+    """What `Config.error_feedback` costs."""
     pending: int = 0
-    """While gradients accumulate without cross-node sync."""
+    """Gradients that accumulate without cross-node sync."""
 
     @property
     def total(self) -> int:

@@ -46,9 +46,9 @@ CALL_SECONDS = 0.1
 """Sizes are left out when a call of the size before took longer than this."""
 LAYERS, HEAD_WIDTH = 3, 64
 MIN_PRODUCTS_SHARE = 0.2
-"""Of the time of a layer: where passes over memory seem to explain more than the rest, they do not."""
+"""Share of a layer's time that matrix products take at least, whatever passes over memory seem to explain."""
 TOO_FAST_NS = 1e-3
-"""Per byte; a link that looks faster was too fast to be measured at these sizes."""
+"""Nanoseconds per byte; a link that looks faster was too fast to be measured at these sizes."""
 OURS: dict[Level, tuple[Pattern, ...]] = {
     "in-node": ("all_gather", "all_to_all"),
     "across": ("all_gather", "all_to_all"),
@@ -69,11 +69,11 @@ class Size:
     """How large and how often."""
 
     sequences: int
-    """Of a micro-batch."""
+    """Sequences of a micro-batch."""
     sequence: int
     """Tokens of each."""
     width: int
-    """Of a layer: a multiple of 64."""
+    """Width of a layer: a multiple of 64."""
     wire_bytes: tuple[int, ...] = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
     """Sent by a rank in one call of a collective."""
     repeats: int = 5
@@ -135,7 +135,7 @@ class _Meter:
         self.device, self.repeats = device, repeats
 
     def seconds(self, run: Callable[[], object], calls: int = 1) -> float:
-        """Of one call: the median of several rounds of `calls`."""
+        """Seconds of one call: the median of several rounds of `calls`."""
         run()
         rounds = []
         for _ in range(self.repeats):
@@ -144,12 +144,12 @@ class _Meter:
         return self.largest(statistics.median(rounds))
 
     def seconds_alone(self, run: Callable[[], object], calls: int) -> float:
-        """On rank 0, while the others wait."""
+        """Seconds of one call on rank 0, while the others wait."""
         dist.barrier()
         return self.largest(self.fastest(run, calls) if dist.get_rank() == 0 else 0.0)
 
     def fastest(self, run: Callable[[], object], calls: int = 1) -> float:
-        """On this rank."""
+        """Seconds of one call on this rank: the best of several rounds."""
         return min(self._timed(run, calls) for _ in range(self.repeats))
 
     def _timed(self, run: Callable[[], object], calls: int) -> float:
@@ -198,7 +198,7 @@ def _memory_pass(device: torch.device) -> Callable[[], Tensor]:
 
 
 def _codec_speed(meter: _Meter, name: CodecName) -> CodecSpeed:
-    """At 4 rows of 2^18 elements of a gradient, and the sum of 4 senders."""
+    """Speed of one codec, at 4 rows of 2^18 elements of a gradient."""
     rows, numel = 4, 1 << 18
     dtype = torch.float32 if meter.device.type == "cpu" else torch.bfloat16
     codec = make_codec(name, dtype, BLOCK_SIZE)
@@ -360,7 +360,7 @@ def _as_hardware(
 
 
 def _memory_bytes(device: torch.device) -> float:
-    """Of one rank: the device's, or its part of what the machine has free."""
+    """Memory of one rank: the device's, or its part of what the machine has free."""
     if device.type == "cpu":
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

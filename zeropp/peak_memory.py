@@ -9,7 +9,8 @@ import torch
 
 
 class PeakMemory:
-    """From its creation on: bytes allocated on a GPU, or resident bytes (Linux) over those at the start."""
+    """The most memory that was in use since it was made: bytes allocated on a GPU, or resident bytes (Linux)
+    over those at the start."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)

@@ -68,10 +68,10 @@ class GradientWatch:
         self._left: set[int] = set()
         """Parameters that had a gradient when the last backward ended."""
         self._zeroed: set[int] = set()
-        """Those that zero_grad() ran for since."""
+        """Parameters that zero_grad() ran for since."""
 
     def deferred(self) -> None:
-        """In a backward: gradients of the unit are pending from now on."""
+        """Told in a backward: gradients of the unit are pending from now on."""
         self._left, self._zeroed = set(), set()
         Variable._execution_engine.queue_callback(self._at_end_of_backward)
 

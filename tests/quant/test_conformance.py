@@ -29,9 +29,9 @@ class Implementation:
     max_examples: int
     """Per test; lower it for an implementation that is slow to run."""
     max_numel: int
-    """Of a row."""
+    """Elements of a row."""
     option_examples: int = 12
-    """Of these, for formats that rotate or round at random: they share most of the code with the others."""
+    """Examples for formats that rotate or round at random: they share most of the code with the others."""
     shares_work: bool = False
     """Between threads, if rows are long."""
 
@@ -59,7 +59,7 @@ class Case:
     rows: int
     numel: int
     seed: int
-    """Of the values: hypothesis looks for shapes, and torch fills them faster."""
+    """Seed of the values: hypothesis looks for shapes, and torch fills them faster."""
     gap: int
     """Elements before the first row and after each row."""
     order: list[int] | None

@@ -39,7 +39,7 @@ NAME = "streamed"
 BACKEND = f"cpu:gloo,{NAME}:{NAME}"
 """For init_process_group."""
 MAX_REPORTS = 200
-"""Of one kind, while watching."""
+"""Reports of one kind that are kept while watching, at most."""
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("machine.cpp", "device.cpp", "collectives.cpp")]
 HEADERS = [HERE / name for name in ("clocks.h", "machine.h")]
@@ -74,7 +74,7 @@ class Watch:
         return [str(report) for report in self.reports if report.kind == "conflict"]
 
     def synchronizations(self, folder: Path) -> list[str]:
-        """Of code in `folder`."""
+        """Reports of a host that waited, in code of `folder`."""
         found = [report for report in self.reports if report.kind == "synchronization"]
         return [str(report) for report in found if report.is_from(folder)]
 

@@ -20,7 +20,7 @@ from . import device
 
 @dataclass
 class Outcome:
-    """Of one rank."""
+    """What a job saw on one rank."""
 
     losses: list[float]
     conflicts: list[str]

@@ -29,18 +29,18 @@ class Numbers:
     """Numbers of the hardware, in the place of those it has by name."""
 
     peak_tflops: float | None = None
-    """Of a rank, in the dtype of the matrix products."""
+    """Peak of a rank, in the dtype of the matrix products."""
     compute_share: float | None = None
-    """Of the peak, that matrix products reach: 0 to 1."""
+    """How much of the peak matrix products reach: 0 to 1."""
     memory_gib: float | None = None
-    """Of a rank."""
+    """Memory of a rank."""
     memory_gbyte_s: float | None = None
     """Rate of a rank's memory."""
     in_node_gbyte_s: float | None = None
-    """From one rank to others of its node."""
+    """Rate from one rank to others of its node."""
     in_node_latency_us: float | None = None
     link_gbit_s: float | None = None
-    """Of a node, to other nodes, in each direction."""
+    """Rate from one node to others, in each direction."""
     link_latency_us: float | None = None
 
 

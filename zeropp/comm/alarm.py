@@ -68,7 +68,7 @@ class Alarm:
         self._raise(self._counts, _Count.wait)
 
     def log_if_known(self) -> None:
-        """At the end of the model's life, where nobody would catch an error."""
+        """Log what is known at the end of the model's life, where nobody would catch an error."""
         try:
             self.raise_if_known()
         except StaleWeightsError as error:

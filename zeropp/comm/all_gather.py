@@ -53,7 +53,7 @@ WEIGHTS_FIELDS = (
     "route",
     "node_size",
 )
-"""Of Config: what decides on the bytes of a node shard."""
+"""Fields of Config that decide on the bytes of a node shard."""
 
 
 class AllGather:

@@ -89,5 +89,5 @@ class Feedback:
 
 
 def warn_not_used(unit: str) -> None:
-    """For a checkpoint with errors, in a run that keeps none."""
+    """Say that a checkpoint has errors and this run keeps none."""
     logger.warning("zeropp: unit %s: saved errors are not used: this Config has no error feedback", unit)

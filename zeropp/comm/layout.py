@@ -34,7 +34,7 @@ class HopCodec:
         self, ledger: Ledger, unit: str, collective: Collective, hop: str, name: str, codec: Codec, numel: int
     ) -> None:
         self.name = name
-        """In the words of `Config`."""
+        """Name of the codec in `Config`."""
         self.codec = codec
         self.numel = numel
         self.row_bytes = codec.row_bytes(numel)
@@ -112,12 +112,12 @@ class Leg:
     """The same bytes in the space of the sums between two hops: [Note: Rotated space] in
     reduce_scatter.py."""
     shape: tuple[int, int, int]
-    """Of what is sent, and of what arrives: members of the hop, rows for each, bytes of a row."""
+    """Shape of what is sent, and of what arrives: members of the hop, rows for each, bytes of a row."""
 
 
 @dataclass(frozen=True)
 class ErrorCodecs:
-    """For error feedback."""
+    """Codecs of error feedback."""
 
     kept: HopCodec
     """Kept errors: eight bits in the blocks of what is sent."""
@@ -132,9 +132,9 @@ class ReduceChunk:
     number: int
     at: slice
     legs: tuple[Leg, ...]
-    """In order of the hops."""
+    """Its hops, in their order."""
     errors: ErrorCodecs | None
-    """With error feedback."""
+    """None without error feedback."""
 
 
 Key = TypeVarTuple("Key")

@@ -59,7 +59,7 @@ class WorkKey(NamedTuple):
     hop: str
     operation: Operation
     codec: str
-    """In the words of `Config`."""
+    """Name of the codec in `Config`."""
 
     @property
     def encodes(self) -> bool:

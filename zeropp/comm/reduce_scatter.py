@@ -56,7 +56,7 @@ FEEDBACK_FIELDS = (
     "route",
     "node_size",
 )
-"""Of Config: what decides on the meaning of kept errors."""
+"""Fields of Config that decide on the meaning of kept errors."""
 
 
 class Gradients(Protocol):

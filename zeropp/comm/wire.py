@@ -81,7 +81,7 @@ class Wire:
         self, unit: str, topology: Topology, ledger: Ledger, scratch: Scratch, alarm: Alarm | None = None
     ) -> None:
         self.alarm = Alarm() if alarm is None else alarm
-        """Of the model; None: the unit is alone."""
+        """The alarm of the whole model; its own, for a unit that is alone."""
         self.unit = unit
         self.topology = topology
         self.ledger = ledger

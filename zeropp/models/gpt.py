@@ -38,7 +38,7 @@ class GPTConfig:
     layers: int
     """Transformer blocks."""
     width: int
-    """Of the residual stream."""
+    """Elements of the residual stream."""
     heads: int
     """Attention heads of width / heads each."""
     context: int

@@ -56,7 +56,7 @@ def _as_recorded(recording: Recording) -> tuple[list[list[Event]], list[MemoryEs
 
 
 def _multiplied(few: Recording, one_more: Recording) -> tuple[list[list[Event]], list[MemoryEstimate], int]:
-    """The same for all layers."""
+    """Events, memory and parameters of a model with all its layers."""
     name, missing = few.layers_name, few.layers - RECORDED
     pairs = list(zip(few.parts, one_more.parts, strict=True))
     events = [repeated(part, name, missing) for part, _ in pairs]

@@ -47,9 +47,9 @@ class Recording:
     """The micro-batches, then the optimizer."""
     parameters: int
     layers_name: str
-    """Of the list of layers in the model."""
+    """Name of the list of layers in the model."""
     layers: int
-    """In the whole model."""
+    """How many the whole model has."""
     are_alike: bool
     """Whether all layers of the whole model do the same."""
 

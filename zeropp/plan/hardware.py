@@ -29,9 +29,9 @@ from typing import Any
 from .trace import Compute, TracedHop
 
 CODEC_BYTES = {"none": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
-"""Of an element on the wire, where codec speeds come from the memory rate, which is for GPUs."""
+"""Bytes of an encoded element, for codecs whose speed is not known: they run at the rate of the memory."""
 WIDE_BYTES = 2.0
-"""Of an element in memory, there."""
+"""Bytes of an element in memory, for the same."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +59,30 @@ class Hardware:
     """Where the numbers come from."""
     ranks_per_node: int
     peak_tflops: float
-    """Of a rank, in the dtype of the matrix products."""
+    """Peak of one rank, in the dtype of the matrix products."""
     compute_share: float
-    """Of the peak, that the model's matrix products reach."""
+    """How much of the peak the model's matrix products reach, 0 to 1."""
     memory_gib: float
-    """Of a rank."""
+    """Memory of one rank."""
     memory_gbyte_s: float
-    """Rate of a rank's memory."""
+    """Rate of one rank's memory."""
     in_node_gbyte_s: float
-    """From one rank to others of its node."""
+    """Rate from one rank to others of its node."""
     in_node_latency_us: float
-    """Of one step of a collective inside the node."""
+    """Latency of one step of a collective inside the node."""
     link_gbit_s: float
-    """Of a node, to other nodes: all its network cards together."""
+    """Rate from one node to others: all its network cards together."""
     link_latency_us: float
-    """Of one step of a collective across nodes."""
+    """Latency of one step of a collective across nodes."""
     overlap: bool = True
     """See [Note: Overlap]."""
     host_ns_per_byte: float = 0.0
     """Time that the cores lose to compute for each byte that a rank sends. Zero where cards move the data."""
     codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
-    """By codec; those that are not here run at the rate of the memory."""
+    """Speeds of codecs, by name; those that are not here run at the rate of the memory."""
     measured: Mapping[str, Cost] = field(default_factory=dict)
-    """By "pattern level", such as "all_gather across": used in the place of rates and latencies. With
-    "plain" behind it: as FSDP2 sends, by the backend's own collective."""
+    """Measured hops, by "pattern level", such as "all_gather across": used in the place of rates and
+    latencies. With "plain" behind it: as FSDP2 sends, by the backend's own collective."""
 
     def __post_init__(self) -> None:
         for name in ("peak_tflops", "memory_gib", "memory_gbyte_s", "in_node_gbyte_s", "link_gbit_s"):
@@ -118,7 +118,7 @@ class Hardware:
         return products + work.bytes_touched / (self.memory_gbyte_s * 1e9)
 
     def hop_seconds(self, hop: TracedHop, nodes: int, ranks_per_node: int) -> tuple[float, float]:
-        """Of one chunk of the hop: on the links inside the node, and on the node's link to others.
+        """How long one chunk of the hop takes on the links inside the node, and on the node's link to others.
 
         The hop takes as long as the longer of the two.
         """
@@ -161,7 +161,7 @@ class Hardware:
 
     @classmethod
     def load(cls, path: Path) -> Hardware:
-        """From JSON, or from TOML with the same keys."""
+        """Read a file that `save` wrote, or TOML with the same keys."""
         try:
             raw = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
             raw["codecs"] = {name: CodecSpeed(**speed) for name, speed in raw.get("codecs", {}).items()}

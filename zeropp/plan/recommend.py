@@ -72,7 +72,7 @@ class PlannedStrategy:
 
     @property
     def sent_gb(self) -> float:
-        """By a node, in one step, to other nodes."""
+        """Gigabytes that a node sends to others in one step."""
         trace = self.timeline.trace
         return trace.ranks_per_node * sum(hop.across_bytes for hop in trace.hops()) / 1e9
 

@@ -22,7 +22,7 @@ class Scenario:
     sequence: int = 512
     """Tokens of a sequence."""
     micro_batches: int = 1
-    """Per optimizer step."""
+    """Backward passes per optimizer step."""
     compute: Precision = "bf16"
     """What weights are gathered as, and computed in. Shards and optimizer state keep the model's dtype."""
     reduce: Precision = "bf16"
@@ -48,5 +48,5 @@ class Scenario:
 
     @property
     def tokens(self) -> int:
-        """Per rank and step."""
+        """What a rank reads in a step."""
         return self.micro_batch * self.sequence * self.micro_batches

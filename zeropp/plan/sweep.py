@@ -46,9 +46,9 @@ class Point:
     link_gbit_s: float
     step_seconds: float
     tokens_per_second: float
-    """Of all ranks."""
+    """Tokens that all ranks together train on in a second."""
     tflops: float
-    """Per rank, recomputation included."""
+    """Rate of one rank over the whole step, recomputation included."""
 
 
 def sweep(

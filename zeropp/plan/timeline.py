@@ -102,12 +102,12 @@ class Timeline:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens that all ranks together train on in a second."""
         return self.trace.tokens * self.trace.nodes * self.trace.ranks_per_node / self.step_seconds
 
     @property
     def tflops(self) -> float:
-        """Per rank, recomputation included."""
+        """Rate of one rank over the whole step, recomputation included."""
         return self.trace.flops / self.step_seconds / 1e12
 
 

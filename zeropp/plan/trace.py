@@ -68,7 +68,7 @@ class Compute:
     unit: str
     phase: Phase
     flops: int
-    """Of matrix products, convolutions and attention, as torch.utils.flop_counter counts them."""
+    """FLOPs of matrix products, convolutions and attention, as torch.utils.flop_counter counts them."""
     bytes_touched: int
     """Read and written by all operations but views and those with FLOPs, whose time their FLOPs decide."""
 
@@ -82,17 +82,17 @@ class Trace:
 
     events: tuple[Event, ...]
     parameters: int
-    """Of the whole model, without padding."""
+    """Elements of all parameters of the model, without padding."""
     nodes: int
     ranks_per_node: int
     micro_batches: int
     tokens: int
-    """Per rank and step, all micro-batches together."""
+    """What a rank reads in a step, all micro-batches together."""
     memory: MemoryEstimate
 
     @property
     def flops(self) -> int:
-        """Of this rank in one step, recomputation included."""
+        """FLOPs of this rank in one step, recomputation included."""
         return sum(event.flops for event in self.events if isinstance(event, Compute))
 
     def hops(self) -> Iterator[TracedHop]:

@@ -27,7 +27,7 @@ class Codec(ABC):
         """Wire bytes of a row of `numel` elements."""
 
     def with_block_starts(self, starts: tuple[int, ...]) -> Codec:
-        """The same for rows in which a new block starts at each of `starts`, in ascending order."""
+        """This codec for rows in which a new block starts at each of `starts`, in ascending order."""
         return self  # no blocks
 
     @abstractmethod

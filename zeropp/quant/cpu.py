@@ -222,5 +222,5 @@ def _run(kernel: Callable[..., None], tiles: int, elements_per_tile: int, *args:
 
 @cache
 def _workers(process_id: int) -> ThreadPoolExecutor:
-    """By process, because a fork inherits the pool without its threads."""
+    """The pool of this process: a fork inherits the parent's without its threads."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="zeropp-quant")

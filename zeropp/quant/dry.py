@@ -1,6 +1,7 @@
-"""The block formats on fake tensors: those have no content, so every operation is over before it starts.
+"""The block formats on fake tensors, for dry runs: these have shapes and no content, so nothing is computed.
 
-Unlike reference.py, and like the kernels, it makes no tensors on the way: the memory of a dry run is a run's.
+Unlike reference.py, and like the kernels, this makes no tensors on the way: a dry run shows the memory of a
+real one.
 """
 
 from __future__ import annotations

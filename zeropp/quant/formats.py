@@ -72,7 +72,7 @@ class BlockFormat:
 
     @property
     def unrotated(self) -> BlockFormat:
-        """For the same bytes in rotated space: decodes to rotated numbers, encodes rotated numbers."""
+        """The format of the same bytes in rotated space: decodes to, and encodes, rotated numbers."""
         return replace(self, rotate=False)
 
     @property

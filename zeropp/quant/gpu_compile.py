@@ -60,7 +60,7 @@ class Report:
     variant: str
     target: str
     registers: int | None = None
-    """Per thread; VGPRs on AMD."""
+    """Registers of a thread; VGPRs on AMD."""
     spills: int | None = None
     """Bytes of stack per thread on NVIDIA, spilled registers on AMD."""
     shared_bytes: int | None = None

@@ -29,7 +29,7 @@ COLORS: dict[Kind, str] = {
     "across link": "#c1121f",
 }
 MAX_BARS = 3000
-"""Of a picture; a longer step is cut off."""
+"""Bars that a picture has at most; a longer step is cut off."""
 
 
 def plan_tables(plan: Plan) -> list[Table]:

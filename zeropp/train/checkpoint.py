@@ -155,7 +155,7 @@ class Checkpoints:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Of the whole checkpoints."""
+    """Steps that whole checkpoints were saved after."""
     matches = [re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.glob("step-*")]
     return [int(match[1]) for match in matches if match is not None]
 

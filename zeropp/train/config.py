@@ -52,11 +52,11 @@ class OptimizerConfig:
     """AdamW."""
 
     learning_rate: float = 2e-3
-    """At its peak, after the warmup."""
+    """The largest learning rate: right after the warmup."""
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.1
-    """Of matrices; norms and biases have none."""
+    """Decay of matrices; norms and biases have none."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this norm; 0: never."""
 
@@ -74,7 +74,7 @@ class ScheduleConfig:
 
     warmup_steps: int = 20
     final_fraction: float = 0.1
-    """Of the peak, at the last step."""
+    """Learning rate of the last step, as a share of the peak."""
 
     def __post_init__(self) -> None:
         _check("schedule.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "a number of steps")
@@ -132,7 +132,7 @@ class LoggingConfig:
     tensorboard: bool = False
     """Write FOLDER/tensorboard, too (needs the extra `tensorboard`)."""
     peak_tflops: float = 0.0
-    """Of one device, for the model FLOPs utilisation; 0: from a list of known devices, or left out."""
+    """Peak of one device, for the model FLOPs utilisation; 0: from a list of known devices, or left out."""
 
     def __post_init__(self) -> None:
         _check_positive("logging", self, "every")
@@ -144,11 +144,11 @@ class Run:
     """One training run."""
 
     folder: Path = Path("runs/train")
-    """For metrics and checkpoints; all nodes must see the same one."""
+    """Where metrics and checkpoints go; all nodes must see the same folder."""
     steps: int = 250
     """Optimizer steps."""
     seed: int = 0
-    """Of the weights, the data's order and whatever else is random."""
+    """Decides the first weights, the order of the data, and whatever else is random."""
     resume: str = "auto"
     """"auto": go on from the last whole checkpoint in `folder`, if there is one. "never": start anew, where
     there is no checkpoint yet. Or the folder of a checkpoint."""

@@ -32,7 +32,7 @@ class DataConfig:
     validation_fraction: float = 0.05
     """The last part of the text is kept for evaluation and never trained on."""
     vocab_size: int | None = None
-    """Of data that are token ids: they are below this, which every batch is checked for. None: all of the
+    """For data that are token ids: they are below this, which every batch is checked for. None: all of the
     data are read at the start, for the largest."""
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Loader:
                 "another validation_fraction"
             )
         self.samples = (self._split - 1) // sequence
-        """In one epoch, of all ranks together."""
+        """Sequences that all ranks together read in one epoch."""
         self.vocab_size = 256 if documents.is_text else config.vocab_size or self._stream.largest() + 1
         """Token ids are below this."""
 

@@ -116,7 +116,7 @@ def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict
 
 
 def steps_done(folder: Path) -> int:
-    """Of a run that is going on."""
+    """How far a run is that is going on."""
     with contextlib.suppress(FileNotFoundError):
         return (folder / FILE_NAME).read_text().count('"kind": "step"')
     return 0

@@ -72,7 +72,7 @@ def export(model: nn.Module, folder: Path) -> None:
 
 
 def export_checkpoint(checkpoint: Path, folder: Path) -> None:
-    """The same from a checkpoint of `zeropp train`, in one process without ranks."""
+    """Export a checkpoint of `zeropp train`, in one process without ranks."""
     run = read_run(read_state(checkpoint)["run"])
     model = build_model(run.model, run.seed)
     weights = get_model_state_dict(model)

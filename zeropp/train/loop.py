@@ -23,7 +23,7 @@ from .trainer import DivergedError, Trainer
 from .world import World
 
 MUST_MATCH = ("model", "data", "seed")
-"""Of the configuration, when a run resumes; the rest may change, which is noted."""
+"""Parts of the configuration that must be the same when a run resumes; others may change, which is noted."""
 
 
 class ResumeError(ValueError):
@@ -209,7 +209,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(run: Run) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """The configuration as JSON gives it back."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(run), default=str))
     return plain
 

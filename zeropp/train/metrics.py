@@ -57,7 +57,7 @@ class Metrics:
         self.evaluations = [_record(Evaluation, line, path) for line in lines if line["kind"] == "evaluation"]
         ends = [_record(Summary, line, path) for line in lines if line["kind"] == "end"]
         self.end: Summary | None = ends[-1] if ends else None
-        """Of the last part that came to an orderly end."""
+        """The summary of the last part of the run that came to an orderly end."""
         if not self.starts or not self.steps:
             raise ValueError(f"{path} has no steps; expected a metrics.jsonl of zeropp train")
 

@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def make_progress(steps: int, every: int) -> Listener:
-    """For whatever standard output is."""
+    """The listener that suits standard output: a bar on a terminal, lines elsewhere."""
     console = Console(highlight=False, soft_wrap=True)
     return LiveProgress(console, steps) if console.is_terminal else PlainProgress(console, steps, every)
 

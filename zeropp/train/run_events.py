@@ -15,7 +15,7 @@ class RunInfo:
     parameters: int
     ranks: int
     nodes: int
-    """As zeropp sees them."""
+    """Nodes that the model is sharded over: `ZeroPP.nodes`."""
     device: str
     versions: dict[str, str]
     first_step: int
@@ -81,4 +81,4 @@ class Listener:
     def on_note(self, text: str) -> None: ...
     def on_end(self, summary: Summary) -> None: ...
     def close(self) -> None:
-        """Also after an error."""
+        """The run is over, also after an error: give up what is held."""

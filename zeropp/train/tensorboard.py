@@ -1,4 +1,4 @@
-"""The same figures for TensorBoard."""
+"""A listener that writes the figures of a run for TensorBoard."""
 
 from __future__ import annotations
 

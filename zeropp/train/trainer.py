@@ -31,7 +31,7 @@ class DivergedError(RuntimeError):
 
 
 class StepResult(NamedTuple):
-    """Over all ranks; the same on each."""
+    """What one optimizer step did, over all ranks; the same on each."""
 
     loss: float
     grad_norm: float
