@@ -133,9 +133,9 @@ class ZeroPP:
                 new.pair.take_over(old.pair)
         self._remove_hooks()
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
-            requires_sync = old.requires_sync
-            old.set_sync(True)  # FSDP2's switches, which the new Config may not use
-            new.set_sync(requires_sync)
+            if not old.requires_sync:
+                old.set_sync(True)  # FSDP2's switches, which the new Config may not use
+                new.set_sync(False)
             new.unit.send_unused_as_set()
         self.config, self.overrides, self.unit_comms = config, overrides, unit_comms
         self._install()

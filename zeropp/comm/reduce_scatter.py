@@ -154,7 +154,7 @@ class ReduceScatter:
 
     def take_over(self, other: ReduceScatter) -> None:
         """Go on counting where `other` is, and with the errors it keeps, if they mean the same here."""
-        self.calls, self.sync_across = other.calls, other.sync_across
+        self.calls = other.calls
         same = all(getattr(self.config, name) == getattr(other.config, name) for name in FEEDBACK_FIELDS)
         if same and self.feedback is not None:
             self.feedback = other.feedback
