@@ -8,6 +8,7 @@ import zeropp
 from tests.ranks import Ranks
 from tests.training import Trainer, make_net
 from zeropp.comm import Ledger, Traffic
+from zeropp.comm.ledger import CodecWork, WorkKey
 
 
 def test_totals_filter_and_reset() -> None:
@@ -25,6 +26,29 @@ def test_totals_filter_and_reset() -> None:
     ledger.reset()
     assert ledger.total() == Traffic() == ledger.baseline_total()
     assert list(ledger.rows()) == []
+
+
+def test_the_difference_of_two_ledgers_is_what_came_between() -> None:
+    ledger = Ledger()
+    key = WorkKey("a", "all_gather", "across", "encode", "int8")
+    for unit in ("a", "b"):
+        ledger.record(unit, "all_gather", "across", wire_bytes=10, across_bytes=4)
+    ledger.record_baseline("a", "all_gather", wire_bytes=60, across_bytes=20)
+    ledger.record_work(key, 7)
+    before = ledger.copy()
+    assert list(ledger.since(before).rows()) == list(ledger.since(before).work()) == []
+    ledger.record("b", "all_gather", "across", wire_bytes=1, across_bytes=0)
+    ledger.record("c", "all_gather", "in-node", wire_bytes=2, across_bytes=0)
+    ledger.record_baseline("c", "all_gather", wire_bytes=5, across_bytes=3)
+    ledger.record_work(key, 3)
+    between = ledger.since(before)
+    assert [(key.unit, traffic) for key, traffic in between.rows()] == [
+        ("b", Traffic(1, 1, 0)),
+        ("c", Traffic(1, 2, 0)),
+    ]
+    assert between.baseline_total() == Traffic(1, 5, 3)
+    assert list(between.work()) == [(key, CodecWork(1, 3))]
+    assert before.total() == Traffic(2, 20, 8)  # a copy does not go on counting
 
 
 def test_table_shows_hops_and_the_ratio() -> None:
