@@ -48,13 +48,8 @@ Parts = Mapping[str, type | tuple[type, ...]]
 DISTRIBUTED: Parts = {"all_gather_single": FunctionType, "reduce_scatter_single": FunctionType}
 COLLECTIVES: Parts = {"DefaultAllGather": type, "DefaultReduceScatter": type}
 COMMON: Parts = {"FSDPMeshInfo": type}
-MODULE: Parts = {
-    "_get_fsdp_state": FunctionType,
-    "set_all_reduce_hook": FunctionType,
-    "set_custom_all_gather": FunctionType,
-    "set_custom_reduce_scatter": FunctionType,
-    "set_reduce_scatter_unused_params": FunctionType,
-}
+SETTERS = ("all_reduce_hook", "custom_all_gather", "custom_reduce_scatter", "reduce_scatter_unused_params")
+MODULE: Parts = {"_get_fsdp_state": FunctionType} | {f"set_{name}": FunctionType for name in SETTERS}
 STATE: Parts = {"_fsdp_param_groups": (list, tuple)}
 GROUP: Parts = {
     "_all_gather_comm": object,
@@ -184,8 +179,8 @@ class Unit:
         return tuple(p.padded_sharded_param_size.numel() for p in self._fsdp_params)
 
     def reduce_lengths(self) -> tuple[int, ...]:
-        """The same for what is reduced, if all that is trained has a gradient. Before FSDP2 has run, its order
-        is that of weights, which need not be true from torch 2.15 on."""
+        """The same for what is reduced, if all that is trained has a gradient. Before FSDP2 has run, in the
+        order of weights, which need not be true from torch 2.15 on."""
         order = [p for group in self._param_groups for p in READER.reduce_order(group)]
         return tuple(p.padded_sharded_param_size.numel() for p in order if p.sharded_param.requires_grad)
 
@@ -292,14 +287,13 @@ class Unit:
         for group in self._param_groups:
             state, context = group._training_state, group.comm_ctx
             _check_parts("FSDPCommContext", context, CONTEXT)
-            stream = group.device_handle.current_stream()
             with torch.no_grad():
                 group.post_backward()
             group._training_state = state
             events = [*context._last_post_reduce_events.values()]
             for event in (*events, *(reduction.event for reduction in context.reduce_scatter_states)):
                 if event is not None:
-                    stream.wait_event(event)
+                    group.device_handle.current_stream().wait_event(event)
             context._last_post_reduce_events.clear()
             context.reduce_scatter_states.clear()
             group.finalize_backward()
@@ -343,10 +337,8 @@ def _check(modules: list[FSDPModule]) -> None:
     """Raise if FSDP2 is not as we know it; see [Note: Versions]."""
     for name, example, parts in _what_is_read(modules):
         _check_parts(name, example, parts)
-    for ours, theirs in (
-        (AllGather, collectives.DefaultAllGather),
-        (ReduceScatter, collectives.DefaultReduceScatter),
-    ):
+    defaults = (collectives.DefaultAllGather, collectives.DefaultReduceScatter)
+    for ours, theirs in zip((AllGather, ReduceScatter), defaults, strict=True):
         for method in ("allocate", "__call__"):
             known, given = (set(signature(getattr(c, method)).parameters) for c in (ours, theirs))
             if new := given - known:
