@@ -28,6 +28,7 @@ ROUTES: dict[str, tuple[zeropp.Config, tuple[int, int] | None]] = {
     "HSDP": (FLAT, (2, 2)),
     "HSDP, two hops": (TWO_HOP, (2, 2)),
     "HSDP, a rank a node": (FLAT, (4, 1)),
+    "HSDP over nodes, flat": (zeropp.Config.wire16(node_size=1), (2, 2)),
     "HSDP over nodes, two hops": (zeropp.Config(node_size=1), (2, 2)),
 }
 """By name: a Config, and replicas and ranks of a shard group, or one shard group."""
