@@ -13,11 +13,10 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -26,28 +25,24 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..lab.cluster import INTERFACE
 from ..peak_memory import PeakMemory
-from ..strategies import find_strategy
+from .messages import (
+    Answer,
+    Build,
+    Built,
+    Failure,
+    Memory,
+    ProfiledStep,
+    ProfileStep,
+    ReadMemory,
+    Request,
+    Steps,
+    TakeSteps,
+)
 from .profile import split_step
 from .training import Training, start_training
-from .workload import Workload
 
 STORE_PORT = 29400
 TIMEOUT = timedelta(seconds=600)
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Some optimizer steps on this rank."""
-
-    seconds: list[float]
-    losses: list[float]
-    tx_bytes: int
-    rx_bytes: int
-    """Of this rank's node, over all steps."""
-    ledger_bytes: int | None
-    """Of this rank, over all steps."""
-    cpu_seconds: float
-    """Of this rank, with the threads of gloo, over all steps."""
 
 
 class RankProcess:
@@ -61,9 +56,23 @@ class RankProcess:
         self.training: Training | None = None
         self.peak_memory: PeakMemory | None = None
 
-    def build(self, strategy: str, workload: Workload) -> dict[str, int]:
+    def answer(self, request: Request) -> Answer:
+        """Do what is asked for."""
+        match request:
+            case Build():
+                return self._build(request)
+            case TakeSteps():
+                return self._take_steps(request)
+            case ReadMemory():
+                return self._read_memory()
+            case ProfileStep():
+                return self._profile_step(request)
+            case _:
+                assert_never(request)
+
+    def _build(self, request: Build) -> Built:
         """Replace the model. A strategy may refuse; it does so on all ranks, and the process goes on."""
-        self.drop()
+        self._drop()
         self.builds += 1
         dist.init_process_group(
             "gloo",
@@ -73,24 +82,24 @@ class RankProcess:
             timeout=TIMEOUT,
         )
         self.peak_memory = PeakMemory()
-        self.training = start_training(find_strategy(strategy), workload, self.ranks_per_node)
+        self.training = start_training(request.strategy, request.workload, self.ranks_per_node)
         self.peak_memory.restart()  # what building took is over
-        return {"parameters": self.training.parameters()}
+        return Built(self.training.parameters())
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         self.training = None
         gc.collect()
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
-    def steps(self, count: int, micro_batches: int) -> dict[str, Any]:
+    def _take_steps(self, request: TakeSteps) -> Steps:
         training = self._training()
         ledger_before = training.ledger_bytes()
         (tx_before, rx_before), seconds, losses = _link_bytes(), [], []
         cpu_before, started = time.process_time(), time.monotonic()
-        for _ in range(count):
-            losses.append(training.step(micro_batches))
+        for _ in range(request.count):
+            losses.append(training.step(request.micro_batches))
             now = time.monotonic()
             seconds.append(now - started)
             started = now
@@ -98,27 +107,20 @@ class RankProcess:
         tx_bytes, rx_bytes = _link_bytes()
         ledger_now = training.ledger_bytes()
         counted = None if ledger_now is None or ledger_before is None else ledger_now - ledger_before
-        return asdict(
-            Steps(seconds, losses, tx_bytes - tx_before, rx_bytes - rx_before, counted, cpu_seconds)
-        )
+        return Steps(seconds, losses, tx_bytes - tx_before, rx_bytes - rx_before, counted, cpu_seconds)
 
-    def timeline(self, micro_batches: int) -> dict[str, float]:
-        """Where the time of one step goes, in ms."""
+    def _profile_step(self, request: ProfileStep) -> ProfiledStep:
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             started = time.monotonic()
-            self._training().step(micro_batches)
+            self._training().step(request.micro_batches)
             step_ms = (time.monotonic() - started) * 1e3
-        return split_step(profiler, step_ms)
+        return ProfiledStep(split_step(profiler, step_ms))
 
-    def memory(self) -> dict[str, int]:
+    def _read_memory(self) -> Memory:
         training = self._training()
         assert self.peak_memory is not None
-        return {
-            "peak_bytes": self.peak_memory.bytes,
-            "model_state_bytes": training.model_state_bytes(),
-            "communication_bytes": training.communication_bytes(),
-        }
+        return Memory(self.peak_memory.bytes, training.model_state_bytes(), training.communication_bytes())
 
     def _training(self) -> Training:
         assert self.training is not None
@@ -144,13 +146,13 @@ def main(address: str) -> None:
         connection.send(process.rank)
         while True:
             try:
-                command, arguments = connection.recv()
+                request = connection.recv()
             except EOFError:
                 return
             try:
-                connection.send((True, getattr(process, command)(**arguments)))
+                connection.send(process.answer(request))
             except Exception:
-                connection.send((False, traceback.format_exc()))
+                connection.send(Failure(traceback.format_exc()))
 
 
 if __name__ == "__main__":

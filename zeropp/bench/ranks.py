@@ -1,4 +1,4 @@
-"""The ranks of the benchmark, seen from the bench process: one call, all ranks, all answers."""
+"""The ranks of the benchmark, seen from the bench process: one request, all ranks, all answers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,27 @@ import contextlib
 import time
 from multiprocessing.connection import Connection, Listener, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypeVar
 
 from ..lab import Cluster, JobError
+from ..strategies import Strategy
+from .messages import (
+    Answer,
+    Build,
+    Built,
+    Failure,
+    Memory,
+    ProfiledStep,
+    ProfileStep,
+    ReadMemory,
+    Request,
+    Steps,
+    TakeSteps,
+)
+from .workload import Workload
 
-START_SECONDS, CALL_SECONDS = 120.0, 1200.0
+START_SECONDS, ANSWER_SECONDS = 120.0, 1200.0
+AnswerT = TypeVar("AnswerT", bound=Answer)
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc gives freed memory back to the kernel, and every step would fault it in again, page by page. Here
 ranks keep it, as with the caching allocator of a GPU, in every strategy alike."""
@@ -24,7 +40,8 @@ class Ranks:
     """A `RankProcess` on every rank of a cluster.
 
     with Cluster() as cluster, Ranks(cluster) as ranks:
-        ranks.call("build", strategy="default", workload=Workload())
+        ranks.build(find_strategy("default"), Workload())
+        print(ranks.take_steps(count=4, micro_batches=1))
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -50,29 +67,46 @@ class Ranks:
         else:
             self._job.stop()
 
-    def call(self, command: str, **arguments: Any) -> list[Any]:
-        """Run a method of RankProcess on all ranks; what it returned, by rank."""
+    def build(self, strategy: Strategy, workload: Workload) -> list[Built]:
+        """A fresh model on every rank. Raises StrategyError if the strategy cannot be run."""
+        return self._ask(Build(strategy, workload), Built)
+
+    def take_steps(self, count: int, micro_batches: int) -> list[Steps]:
+        return self._ask(TakeSteps(count, micro_batches), Steps)
+
+    def read_memory(self) -> list[Memory]:
+        return self._ask(ReadMemory(), Memory)
+
+    def profile_step(self, micro_batches: int) -> list[ProfiledStep]:
+        return self._ask(ProfileStep(micro_batches), ProfiledStep)
+
+    def _ask(self, request: Request, answers_with: type[AnswerT]) -> list[AnswerT]:
+        """Send the request to all ranks; their answers, by rank."""
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # it ended; the answer will say so
-                connection.send((command, arguments))
-        outcomes: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + CALL_SECONDS
+                connection.send(request)
+        name = type(request).__name__
+        outcomes: dict[int, AnswerT | Failure] = {}
+        deadline = time.monotonic() + ANSWER_SECONDS
         while len(outcomes) < len(self._connections):
             waiting = {c: r for r, c in enumerate(self._connections) if r not in outcomes}
             ready = wait(list(waiting), timeout=1.0)
             for rank in [waiting[c] for c in ready if isinstance(c, Connection)]:
                 try:
-                    outcomes[rank] = self._connections[rank].recv()
+                    outcome = self._connections[rank].recv()
                 except (EOFError, ConnectionError):
-                    raise self._failure(f"rank {rank} ended in {command!r}") from None
+                    raise self._failure(f"rank {rank} ended in {name}") from None
+                assert isinstance(outcome, (answers_with, Failure))
+                outcomes[rank] = outcome
             if time.monotonic() > deadline:
-                raise self._failure(f"ranks {sorted(waiting.values())} did not answer {command!r}")
-        errors = {rank: answer for rank, (succeeded, answer) in outcomes.items() if not succeeded}
-        if len(errors) == len(outcomes):
-            raise StrategyError(errors[0].strip().splitlines()[-1])
-        if errors:
-            raise self._failure(f"{command!r} failed on some ranks: {errors}")
-        return [outcomes[rank][1] for rank in range(len(outcomes))]
+                raise self._failure(f"ranks {sorted(waiting.values())} did not answer {name}")
+        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        if len(failures) == len(outcomes):
+            raise StrategyError(failures[0].traceback.strip().splitlines()[-1])
+        if failures:
+            raise self._failure(f"{name} failed on some ranks: {failures}")
+        answers = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, answers_with)}
+        return [answers[rank] for rank in range(len(answers))]
 
     def _accept(self, listener: Listener) -> list[Connection]:
         """Connections in order of rank."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 import tyro
@@ -26,6 +26,8 @@ from .. import __version__
 from ..lab import Cluster
 from ..lab.link_properties import UNLIMITED, parse_rate_bit_s
 from ..strategies import BASELINE, COMPUTE, STRATEGIES, Strategy, find_strategy
+from .messages import Steps
+from .profile import PARTS
 from .ranks import Ranks, StrategyError
 from .results import Cell, Results
 from .workload import Workload
@@ -124,8 +126,8 @@ class _Bench:
             self._advance("", 40)
             return
         share = SHARES[self.settings.regime]
-        open_run = self._steps(4, 1)
-        bits = 8 * max(run["tx_bytes"] for run in open_run) / 4
+        open_run = self.ranks.take_steps(4, 1)
+        bits = 8 * max(run.tx_bytes for run in open_run) / 4
         open_seconds = _median_seconds(open_run)
         if open_seconds > compute_seconds / (1 - share) * (1 + SHARE_TOLERANCE):
             raise ValueError(
@@ -140,7 +142,7 @@ class _Bench:
             line_seconds = max(wanted_seconds - compute_seconds - other_seconds, 0.02 * wanted_seconds)
             self.results.link_bit_s = round(bits / line_seconds)
             self._build(find_strategy(BASELINE), self._link(), 1)
-            seconds = _median_seconds(self._steps(4, 1))
+            seconds = _median_seconds(self.ranks.take_steps(4, 1))
             compute_seconds = self._compute_seconds()  # again: a machine is not as fast all the time
             self._advance(f"finding the link rate for {share:.0%} communication", 8)
             if abs(1 - compute_seconds / seconds - share) < SHARE_TOLERANCE / 2:
@@ -149,7 +151,7 @@ class _Bench:
 
     def _compute_seconds(self) -> float:
         self._build(COMPUTE, UNLIMITED, 1)
-        return _median_seconds(self._steps(8, 1))
+        return _median_seconds(self.ranks.take_steps(8, 1))
 
     def learn(self) -> None:
         """Losses of all strategies, on open links."""
@@ -163,12 +165,12 @@ class _Bench:
             self._advance("", steps)
         self._advance("loss of the baseline with another seed", 0)
         self._build(find_strategy(BASELINE), UNLIMITED, 0, other_seed)
-        self.results.other_seed_losses = _mean_losses(self._steps(steps, 1))
+        self.results.other_seed_losses = _mean_losses(self.ranks.take_steps(steps, 1))
         self._advance("", steps)
 
     def _learn(self, strategy: Strategy, workload: Workload) -> None:
         self._build(strategy, UNLIMITED, 0, workload)
-        self.results.losses[strategy.name] = _mean_losses(self._steps(self.settings.loss_steps, 1))
+        self.results.losses[strategy.name] = _mean_losses(self.ranks.take_steps(self.settings.loss_steps, 1))
 
     def measure(self, on_results: Callable[[Results], None]) -> None:
         """The timed rounds."""
@@ -185,8 +187,8 @@ class _Bench:
     def _measure(self, strategy: Strategy, micro_batches: int, number: int) -> None:
         self._build(strategy, self._link(), micro_batches)
         count = _fewer(STEPS_OF_A_CELL, micro_batches)
-        runs = self._steps(count, micro_batches)
-        step_ms = [1e3 * max(run["seconds"][step] for run in runs) for step in range(count)]
+        runs = self.ranks.take_steps(count, micro_batches)
+        step_ms = [1e3 * max(run.seconds[step] for run in runs) for step in range(count)]
         if strategy is COMPUTE:
             self.results.compute_ms.setdefault(micro_batches, []).extend(step_ms)
             return
@@ -196,34 +198,32 @@ class _Bench:
             self.results.cells.append(cell)
         cell.step_ms += step_ms
         leaders = runs[:: self.settings.ranks_per_node]
-        cell.sent_bytes = sum(run["tx_bytes"] for run in leaders) / len(leaders) / count
-        cell.busiest_bytes = max(max(run["tx_bytes"], run["rx_bytes"]) for run in leaders) / count
-        if runs[0]["ledger_bytes"] is not None:
-            cell.ledger_bytes = sum(run["ledger_bytes"] for run in runs) / len(leaders) / count
-        cell.cores_ms = 1e3 * sum(run["cpu_seconds"] for run in runs) / count / len(os.sched_getaffinity(0))
+        cell.sent_bytes = sum(run.tx_bytes for run in leaders) / len(leaders) / count
+        cell.busiest_bytes = max(max(run.tx_bytes, run.rx_bytes) for run in leaders) / count
+        ledgers = [run.ledger_bytes for run in runs if run.ledger_bytes is not None]
+        if ledgers:
+            cell.ledger_bytes = sum(ledgers) / len(leaders) / count
+        cell.cores_ms = 1e3 * sum(run.cpu_seconds for run in runs) / count / len(os.sched_getaffinity(0))
         if number == 0:
-            for name, values in _by_name(self.ranks.call("memory")).items():
-                setattr(cell, name, int(max(values)))
+            memory = self.ranks.read_memory()
+            cell.peak_bytes = max(rank.peak_bytes for rank in memory)
+            cell.model_state_bytes = max(rank.model_state_bytes for rank in memory)
+            cell.communication_bytes = max(rank.communication_bytes for rank in memory)
         if number == self.settings.rounds - 1:
-            parts = _by_name(self.ranks.call("timeline", micro_batches=micro_batches))
-            cell.parts_ms = {name: sum(values) / len(values) for name, values in parts.items()}
+            profiles = [step.parts_ms for step in self.ranks.profile_step(micro_batches)]
+            cell.parts_ms = {part: sum(ms[part] for ms in profiles) / len(profiles) for part in PARTS}
 
     def _build(
         self, strategy: Strategy, link: str, warm_up_micro_batches: int, workload: Workload | None = None
     ) -> int:
         """A fresh model of the strategy, warmed up on open links; then shape them. Returns its parameters."""
         self._set_links(UNLIMITED)
-        answers = self.ranks.call(
-            "build", strategy=strategy.name, workload=workload or self.settings.workload
-        )
+        built = self.ranks.build(strategy, workload or self.settings.workload)
         if warm_up_micro_batches:  # two in all, so that one of several has met the accumulation of gradients
             several = min(warm_up_micro_batches, WARM_UP_MICRO_BATCHES)
-            self._steps(WARM_UP_MICRO_BATCHES // several, several)
+            self.ranks.take_steps(WARM_UP_MICRO_BATCHES // several, several)
         self._set_links(link)
-        return int(answers[0]["parameters"])
-
-    def _steps(self, count: int, micro_batches: int) -> list[dict[str, Any]]:
-        return self.ranks.call("steps", count=count, micro_batches=micro_batches)
+        return built[0].parameters
 
     def _try(self, strategy: Strategy, run: Callable[[], None]) -> None:
         if strategy.name in self.results.failed:
@@ -280,14 +280,12 @@ def _fewer(steps: int, micro_batches: int) -> int:
     return max(1, steps // micro_batches)
 
 
-def _median_seconds(runs: Sequence[dict[str, Any]]) -> float:
-    steps = sorted(max(values) for values in zip(*(run["seconds"] for run in runs), strict=True))
+def _median_seconds(runs: Sequence[Steps]) -> float:
+    """The median of some steps, each as long as on the rank where it took longest."""
+    steps = sorted(max(values) for values in zip(*(run.seconds for run in runs), strict=True))
     return float(steps[len(steps) // 2])
 
 
-def _mean_losses(runs: Sequence[dict[str, Any]]) -> list[float]:
-    return [sum(values) / len(values) for values in zip(*(run["losses"] for run in runs), strict=True)]
-
-
-def _by_name(answers: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    return {name: [answer[name] for answer in answers] for name in answers[0]}
+def _mean_losses(runs: Sequence[Steps]) -> list[float]:
+    """The loss of each step, over all ranks."""
+    return [sum(values) / len(values) for values in zip(*(run.losses for run in runs), strict=True)]
