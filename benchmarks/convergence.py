@@ -170,7 +170,7 @@ def train(run: Run, world: World, advance: Callable[[], None]) -> dict[str, Any]
     outcome = {
         "validation_loss": curve[-1][1],
         "curve": curve,
-        "across_bytes_per_parameter": sent / run.steps / trainer.nodes / trainer.parameters,
+        "across_bytes_per_parameter": sent / run.steps / trainer.zpp.nodes / trainer.parameters,
         "seconds": seconds,
         "parameters": trainer.parameters,
     }

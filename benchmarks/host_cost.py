@@ -136,7 +136,7 @@ def main(options: Options) -> None:
     if options.two_chunks:
         chunks.MIN_CHUNK_ELEMENTS, elements = 1, SHARD_OF_TWO_CHUNKS
     if not options.kernels:
-        dispatch._implementation = lambda device_type: dry
+        dispatch._implementation = lambda device_type: dry  # type: ignore[assignment]  # was cached
     wire._is_direct = lambda hop, pieces: False
     table = Table(title="milliseconds of CPU per call")
     for column in ("ranks", "call", "zeropp", "FSDP2", "ratio"):

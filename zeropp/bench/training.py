@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -92,10 +92,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _send_nothing(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_NoAllGather())
-            module.set_custom_reduce_scatter(_NoReduceScatter())
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_custom_all_gather(_NoAllGather())
+        module.set_custom_reduce_scatter(_NoReduceScatter())
 
 
 class _NoAllGather:
