@@ -2,92 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from zeropp.cli import main
 
-from ..bench.samples import sample_results
 
-
-def zeropp(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zeropp", *arguments], capture_output=True, text=True, timeout=120
-    )
-
-
-def test_lab_run_shows_ranks_links_and_exit_codes(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "x = torch.ones(250_000)\n"
-        "dist.all_reduce(x)\n"
-        "print('sum', x[0].item(), sys.argv[1:])\n"
-        "dist.destroy_process_group()\n"
-        "sys.exit(3 if dist.is_initialized() is False and sys.argv[1] == 'bad' else 0)\n"
-    )
-    logs = tmp_path / "logs"
-    done = zeropp(
-        "lab", "run", "--ranks-per-node", "1", "--link", "100mbit", "--at", "0s node1 link=50mbit",
-        "--logs", str(logs), "--", str(script), "good", "--flag",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 | sum 2.0 ['good', '--flag']" in done.stdout
-    assert "link of node 1: link=50mbit" in done.stdout
-    assert "bytes per link" in done.stdout
-    assert done.stdout.count("exit code 0") == 2
-    (row,) = (line for line in done.stdout.splitlines() if "50mbit" in line and "│" in line)
-    sent = int(row.split("│")[3].replace(",", ""))
-    assert 1_000_000 < sent < 1_200_000  # a ring: each of two ranks sends all of its megabyte
-    assert (logs / "rank-0.log").read_text() == "sum 2.0 ['good', '--flag']\n"
-
-
-def test_the_exit_code_says_that_a_rank_failed(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import sys\nsys.exit(3)\n")
-    done = zeropp("lab", "run", "--nodes", "1", "--ranks-per-node", "1", "--", str(script))
-    assert done.returncode == 1
-    assert "exit code 3" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["lab", "walk"], "zeropp has no command 'lab walk'"),
-        (["lab", "run"], "there is no script to run"),
-        (["lab", "run", "--link", "fast", "--", "train.py"], "link is 'fast'; expected a rate"),
-        (["lab", "run", "--at", "now", "--", "train.py"], "change of a link is 'now'"),
-    ],
-)
-def test_bad_input_is_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) != 0
-    assert says in capsys.readouterr().err
+def test_a_command_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "walk"]) != 0
+    assert "zeropp has no command 'lab walk'" in capsys.readouterr().err
 
 
 def test_without_a_command_it_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "zeropp lab run | bench | clean" in capsys.readouterr().err
-
-
-def test_lab_bench_shows_an_earlier_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    numbers, report = tmp_path / "numbers.json", tmp_path / "report.html"
-    sample_results().save(numbers)
-    assert main(["lab", "bench", "--show", str(numbers), "--html", str(report)]) == 0
-    shown = capsys.readouterr().out
-    assert "3.50x" in shown
-    assert "faster than our default" in shown
-    assert report.read_text().startswith("<!doctype html>")
-
-
-def test_lab_bench_checks_its_output_folder_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "bench", "--json", "nowhere/bench.json"]) == 1
-    assert "nowhere/bench.json cannot be written" in capsys.readouterr().err
-
-
-def test_lab_clean_with_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "clean"]) == 0
-    assert "nothing to clean" in capsys.readouterr().out

@@ -23,7 +23,7 @@ def moved(cluster: Cluster, before: list[LinkCounters]) -> list[LinkCounters]:
 
 @pytest.mark.parametrize("link", ["200mbit", "50mbit"])
 def test_rate_of_a_link_is_what_was_asked_for(cluster: Cluster, link: str) -> None:
-    """Of 5 MB: no burst that would hide the rate, no headers beyond 5%."""
+    """Measured with 5 MB: no burst that would hide the rate, no headers beyond 5%."""
     rate_bit_s = {"200mbit": 200e6, "50mbit": 50e6}[link]
     cluster.set_link(link=link)
     got = transfer(cluster, 1, 0, 5_000_000)

@@ -19,7 +19,7 @@ class Build:
 @dataclass(frozen=True)
 class Built:
     parameters: int
-    """Of the whole model."""
+    """How many the whole model has."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TakeSteps:
 
     count: int
     micro_batches: int
-    """Per step."""
+    """How many each step has."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ PARTS = (
     "other collectives",
     "compute",
 )
-"""In the order of a step. "recode" is decode, sum and encode between the two hops of the gradients; "other
-collectives" are those that zeropp did not send; "compute" is all the rest of the step."""
+"""What the time of a step is split into, in its order. "recode" is decode, sum and encode between the two
+hops of the gradients; "other collectives" are those that zeropp did not send; "compute" is all the rest of
+the step."""
 
 SUBJECT = {"all_gather": "weights", "reduce_scatter": "gradients"}
 
@@ -43,7 +44,8 @@ def split_step(profiler: Any, step_ms: float) -> dict[str, float]:
 
 
 def part_of(label: str) -> str | None:
-    """
+    """Which of `PARTS` a label of the profile stands for; None: it is not one of zeropp's.
+
     >>> part_of(str(Label("all_gather", "across", "blocks.0")))
     'weights across'
     """
@@ -58,7 +60,7 @@ def _overlaps(span: tuple[float, float], others: list[tuple[float, float]]) -> b
 
 
 def _length(spans: list[tuple[float, float]]) -> float:
-    """Of the union of spans: collectives that overlap are waited for once."""
+    """How much time the spans cover together: collectives that overlap are waited for once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -20,9 +20,9 @@ class Cell:
     strategy: str
     micro_batches: int
     step_ms: list[float] = field(default_factory=list)
-    """Of every measured step, over all rounds."""
+    """Every measured step, of all rounds."""
     sent_bytes: float = 0.0
-    """By a node, from the interface counters, mean over nodes."""
+    """What a node sent, from the interface counters, mean over nodes."""
     busiest_bytes: float = 0.0
     """The most that one direction of one link carried."""
     ledger_bytes: float | None = None
@@ -30,13 +30,13 @@ class Cell:
     cores_ms: float = 0.0
     """CPU time of all ranks, divided by the cores that they share: no step can be shorter."""
     parts_ms: dict[str, float] = field(default_factory=dict)
-    """Of one profiled step, mean over ranks."""
+    """Where the time of one profiled step went, mean over ranks."""
     peak_bytes: int = 0
     """Resident memory of a rank at its peak, above what it had before the model was built."""
     model_state_bytes: int = 0
-    """Of which weights, gradients and optimizer state, at rest."""
+    """What of the peak is weights, gradients and optimizer state, at rest."""
     communication_bytes: int = 0
-    """Of which node shards and buffers of zeropp."""
+    """What of the peak is node shards and buffers of zeropp."""
 
     @property
     def median_ms(self) -> float:
@@ -102,7 +102,7 @@ class Results:
         return baseline.median_ms / cell.median_ms if baseline else None
 
     def share(self, micro_batches: int) -> float | None:
-        """Of the baseline's step that is not compute."""
+        """The share of the baseline's step that is not compute."""
         baseline = self.cell(BASELINE, micro_batches)
         return 1 - self.compute_median_ms(micro_batches) / baseline.median_ms if baseline else None
 

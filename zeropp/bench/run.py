@@ -34,12 +34,12 @@ from .workload import Workload
 
 Regime = Literal["paper", "slow", "fast"]
 SHARES: dict[str, float] = {"paper": 0.70, "slow": 0.90, "fast": 0.30}
-"""Of the baseline's step at one micro-batch that is communication."""
+"""How much of the baseline's step, at one micro-batch, is communication in each regime."""
 SHARE_TOLERANCE = 0.02
 CALIBRATION_ROUNDS = 5
 WARM_UP_MICRO_BATCHES = 2
 STEPS_OF_A_CELL = 4
-"""At one micro-batch; fewer with more of them, but one at least."""
+"""How many are measured at one micro-batch; fewer with more of them, but one at least."""
 STRATEGIES_BETWEEN_COMPUTE = 6
 
 OnProgress = Callable[[str, float], None]
@@ -58,13 +58,15 @@ class Settings:
     link: str | None = None
     """A link rate, in the place of a regime."""
     delay: str = "0ms"
+    """From one node to another, one way."""
     loss: str = "0%"
+    """How many of the packets between nodes are lost."""
     micro_batches: tuple[int, ...] = (1, 4, 8)
-    """Per optimizer step; each is a table of its own."""
+    """How many an optimizer step has; each number is a table of its own."""
     strategies: Annotated[tuple[str, ...], tyro.conf.arg(name="rows")] = tuple(
         strategy.name for strategy in STRATEGIES
     )
-    """By name, see zeropp/strategies.py; each is a line of every table."""
+    """Ways to train, by name (zeropp/strategies.py); each is a line of every table."""
     rounds: int = 3
     """How often each strategy takes its turn."""
     loss_steps: int = 40
@@ -258,7 +260,8 @@ class _Bench:
 
     @staticmethod
     def _cell_work(strategy: Strategy, micro_batches: int) -> float:
-        """In units of a micro-batch on open links, roughly: on shaped links the baseline takes three."""
+        """How long a cell takes, roughly, where a micro-batch on open links takes 1. On shaped links the
+        baseline's takes 3."""
         slowness = {COMPUTE.name: 1, "fsdp2": 6, BASELINE: 3}.get(strategy.name, 2)
         measured = slowness * micro_batches * _fewer(STEPS_OF_A_CELL, micro_batches)
         return 3 + WARM_UP_MICRO_BATCHES + measured

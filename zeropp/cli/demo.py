@@ -25,7 +25,7 @@ class Options:
     steps: int = 250
     """Optimizer steps of each run."""
     link: str = "1gbit"
-    """Of each node, where the nodes are network namespaces."""
+    """Rate of each node's link, where the nodes are network namespaces."""
 
 
 def main(arguments: list[str]) -> int:

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ..bench.results import Results, verdicts
 from ..bench.run import Settings, run_bench
-from ..report import bench_tables, render_html
-from ..report.tables import EXPLANATION
+from ..report import bench_tables, render_bench
+from ..report.bench_tables import EXPLANATION
 
 FILE_WIDTH = 170  # of tables that go to a file
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         check_writable(options.json)
         check_writable(options.html)
         results = _run(options.settings, console, options.json)
-    options.html.write_text(render_html(results))
+    options.html.write_text(render_bench(results))
     for table in bench_tables(results):
         console.print(table)
     console.print(EXPLANATION, style="dim")

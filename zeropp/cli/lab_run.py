@@ -32,7 +32,7 @@ class Options:
     delay: str = "0ms"
     """From one node to another, one way."""
     loss: str = "0%"
-    """Of the packets between nodes."""
+    """How many of the packets between nodes are lost."""
     at: tuple[str, ...] = ()
     """Changes while it runs: "5s node1 down" "7s node1 up" "10s all link=100mbit delay=5ms loss=1%"."""
     logs: Path | None = None

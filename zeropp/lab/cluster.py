@@ -57,7 +57,7 @@ class Link:
     delay: str = "0ms"
     """One way, from this node to any other."""
     loss: str = "0%"
-    """Of the packets that this node sends."""
+    """How many of the packets that this node sends are lost."""
 
     def request(self) -> dict[str, Any]:
         """Parsed; raises on values that make no sense."""

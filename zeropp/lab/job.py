@@ -30,7 +30,7 @@ class JobError(RuntimeError):
 @dataclass(frozen=True)
 class JobResult:
     exit_codes: dict[int, int | None]
-    """By rank. Negative: ended by that signal. None: it was killed before it could tell."""
+    """How each rank ended. Negative: ended by that signal. None: it was killed before it could tell."""
     seconds: float
     last_lines: dict[str, list[str]]
     """What each rank and node said last."""
@@ -140,7 +140,7 @@ class Job:
         return {rank: int(file.read_text()) if file.exists() else None for rank, file in files.items()}
 
     def _ranks_succeeded(self) -> bool:
-        """After that a torchrun may still complain that another one, with its store, is gone first."""
+        """Then a torchrun may still complain that another one, with its store, is gone first."""
         return all(code == 0 for code in self._exit_codes().values())
 
     def _result(self) -> JobResult:

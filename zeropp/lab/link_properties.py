@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 UNLIMITED = "unlimited"
-RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-DELAY_UNITS_US = {"us": 1, "ms": 10**3, "s": 10**6}
+RATE_SUFFIXES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+DELAY_SUFFIXES_US = {"us": 1, "ms": 10**3, "s": 10**6}
 MIN_RATE_BIT_S, MAX_RATE_BIT_S = 10**4, 32 * 10**9  # tbf counts bytes per second in 32 bits
 MAX_DELAY_US = 10 * 10**6
 
@@ -19,7 +19,7 @@ def parse_rate_bit_s(text: str) -> int | None:
     """
     if text == UNLIMITED:
         return None
-    rate_bit_s = _parse(text, RATE_UNITS)
+    rate_bit_s = _parse(text, RATE_SUFFIXES)
     if rate_bit_s is None or not MIN_RATE_BIT_S <= rate_bit_s <= MAX_RATE_BIT_S:
         raise ValueError(
             f"link is {text!r}; expected a rate from 10kbit to 32gbit, such as '300mbit' or '1gbit', "
@@ -34,7 +34,7 @@ def parse_delay_us(text: str, most_us: int = MAX_DELAY_US) -> int:
     >>> parse_delay_us("20ms")
     20000
     """
-    delay_us = _parse(text, DELAY_UNITS_US)
+    delay_us = _parse(text, DELAY_SUFFIXES_US)
     if delay_us is None or delay_us > most_us:
         most = f"{most_us // 10**6}s"
         raise ValueError(f"time is {text!r}; expected one from 0ms to {most}, such as '20ms' or '150us'")
@@ -61,14 +61,14 @@ def format_rate(rate_bit_s: int | None) -> str:
     """
     if rate_bit_s is None:
         return UNLIMITED
-    unit, bits = next(
-        ((u, b) for u, b in reversed(RATE_UNITS.items()) if rate_bit_s >= b), ("bit", RATE_UNITS["bit"])
+    suffix, bits = next(
+        ((s, b) for s, b in reversed(RATE_SUFFIXES.items()) if rate_bit_s >= b), ("bit", RATE_SUFFIXES["bit"])
     )
-    return f"{rate_bit_s / bits:.3g}{unit}"
+    return f"{rate_bit_s / bits:.3g}{suffix}"
 
 
-def _parse(text: str, units: dict[str, int]) -> float | None:
+def _parse(text: str, suffixes: dict[str, int]) -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z%]+)", text) if isinstance(text, str) else None
-    if match is None or match[2] not in units:
+    if match is None or match[2] not in suffixes:
         return None
-    return float(match[1]) * units[match[2]]
+    return float(match[1]) * suffixes[match[2]]

@@ -1,6 +1,6 @@
 """Results for people: tables for the terminal, and a report in one HTML file."""
 
-from .html import render_html
-from .tables import bench_tables
+from .bench_page import render_bench
+from .bench_tables import bench_tables
 
-__all__ = ["bench_tables", "render_html"]
+__all__ = ["bench_tables", "render_bench"]

@@ -16,7 +16,7 @@ tr.ours td { font-weight: 600; color: #1c7a45; } tr.baseline td { font-weight: 6
 p.note { color: #5b6575; }
 """
 HEIGHT = 460
-"""Of a figure, in pixels."""
+"""Pixels from the top of a figure to its bottom."""
 
 
 def page(title: str, subject: str, sections: Sequence[str]) -> str:
@@ -29,7 +29,7 @@ def page(title: str, subject: str, sections: Sequence[str]) -> str:
 
 
 def table(lines: list[list[str]], class_of: Callable[[str], str] = lambda _: "") -> str:
-    """A header and rows of text; `class_of` gives the style of a row by its first cell."""
+    """A header and lines of text; `class_of` gives the style of a line by its first cell."""
     head = "".join(f"<th>{escape(column)}</th>" for column in lines[0])
     body = "".join(
         f'<tr class="{class_of(line[0])}">' + "".join(f"<td>{escape(text)}</td>" for text in line) + "</tr>"

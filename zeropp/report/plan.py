@@ -14,8 +14,8 @@ from ..plan.result import Plan
 from ..plan.sweep import Point
 from ..plan.timeline import KINDS, Kind, Timeline
 from ..plan.trace import Phase
+from .bench_tables import as_table
 from .page import HEIGHT, Figures, graph_objects, page, table
-from .tables import as_table
 
 COLUMNS = ("", "step ms", "tokens/s", "TFLOPs", "GB across", "memory GiB", "waits most for")
 EXPLANATION = (

@@ -1,4 +1,4 @@
-"""The benchmark as one HTML file that needs nothing else: plotly's script is inside."""
+"""The benchmark's report: one HTML page that needs nothing else, with plotly's script inside."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from ..bench.profile import PARTS
 from ..bench.results import Results, verdicts
 from ..strategies import STRATEGIES
+from .bench_tables import COLUMNS, EXPLANATION, colors, main_lines, parts_lines, style_of
 from .page import HEIGHT, Figures, graph_objects, page, table
-from .tables import COLUMNS, EXPLANATION, colors, main_lines, parts_lines, style_of
 
 
-def render_html(results: Results) -> str:
-    """A report of the whole run, as a string."""
+def render_bench(results: Results) -> str:
+    """The page of a whole run."""
     figures = Figures()
     sections = [_summary(results)]
     for micro_batches in results.micro_batches():

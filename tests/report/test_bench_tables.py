@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from zeropp.comm.ledger import render
-from zeropp.report.tables import COLUMNS, bench_tables, main_lines, parts_lines
+from zeropp.report.bench_tables import COLUMNS, bench_tables, main_lines, parts_lines
 
 from ..bench.samples import sample_results
 
