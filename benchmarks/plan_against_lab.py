@@ -21,7 +21,7 @@ from rich.table import Table
 
 from zeropp.bench.results import Results
 from zeropp.bench.run import Settings, run_bench
-from zeropp.bench.workload import Gpt, Workload
+from zeropp.bench.workload import Workload
 from zeropp.lab import Cluster
 from zeropp.lab.link_properties import format_rate
 from zeropp.plan.catalog import find_hardware
@@ -90,7 +90,7 @@ def bench(options: Options, folder: Path, console: Console) -> Results:
 def predict(results: Results, strategy: str, micro_batches: int, hardware: Hardware) -> Timeline:
     workload = results.workload
     scenario = Scenario(
-        Model("the lab's GPT", lambda: Gpt(workload)),
+        Model("the benchmark's GPT", workload.build_model),
         results.nodes,
         results.ranks_per_node,
         micro_batch=workload.batch,

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropp.models.gpt import GPT, INITIAL_STD, SIZES, GPTConfig, apply_rotary
 
 SMALL = GPTConfig(layers=3, width=48, heads=3, context=32, vocab_size=50)
+SMALL_GPT2 = replace(SMALL, architecture="gpt2")
+both_architectures = pytest.mark.parametrize("config", [SMALL, SMALL_GPT2], ids=["llama", "gpt2"])
 
 
 def tokens(batch: int = 2, length: int = 32) -> Tensor:
@@ -35,8 +38,9 @@ def test_the_published_sizes_have_their_parameters(size: str, in_blocks: int, to
     assert in_blocks == pytest.approx(rule, rel=0.01)
 
 
-def test_a_token_sees_the_past_and_not_the_future() -> None:
-    model = GPT(SMALL)
+@both_architectures
+def test_a_token_sees_the_past_and_not_the_future(config: GPTConfig) -> None:
+    model = GPT(config)
     changed = tokens()
     changed[:, 20] = (changed[:, 20] + 1) % SMALL.vocab_size
     difference = (model(tokens()) - model(changed)).abs().amax(dim=(0, 2))  # [T]
@@ -60,18 +64,44 @@ def test_rotation_is_exact_in_bf16_up_to_the_last_rounding() -> None:
     assert torch.equal(apply_rotary(x, 1e4), apply_rotary(x.float(), 1e4).bfloat16())
 
 
-def test_weights_depend_on_the_seed_and_nothing_else() -> None:
+@both_architectures
+def test_weights_depend_on_the_seed_and_nothing_else(config: GPTConfig) -> None:
     torch.manual_seed(1)
-    first = GPT(SMALL, seed=3).state_dict()
+    first = GPT(config, seed=3).state_dict()
     torch.manual_seed(2)
     with torch.device("meta"):
-        deferred = GPT(SMALL, seed=3)
+        deferred = GPT(config, seed=3)
     deferred.to_empty(device="cpu")
     deferred.reset_parameters()
     for name, value in deferred.state_dict().items():
         assert torch.equal(first[name], value), name
-    other = GPT(SMALL, seed=4)
+    other = GPT(config, seed=4)
     assert not torch.equal(first["head.weight"], other.head.weight)
+
+
+def test_gpt2_starts_with_the_weights_of_torchs_own_layers() -> None:
+    """The benchmark's figures were measured with these."""
+    state = GPT(SMALL_GPT2, seed=3).state_dict()
+    torch.manual_seed(3)
+    assert torch.equal(state["embedding.weight"], nn.Embedding(50, 48).weight)
+    assert torch.equal(state["positions.weight"], torch.randn(32, 48) * 0.02)
+    for block in ("blocks.0", "blocks.1", "blocks.2"):
+        for name, (width, out) in {
+            "query_key_value": (48, 144),
+            "output": (48, 48),
+            "up": (48, 192),
+            "down": (192, 48),
+        }.items():
+            assert torch.equal(state[f"{block}.{name}.weight"], nn.Linear(width, out, bias=False).weight)
+    assert torch.equal(state["head.weight"], nn.Linear(48, 50, bias=False).weight)
+
+
+def test_learned_positions_serve_shorter_sequences() -> None:
+    model = GPT(SMALL_GPT2)
+    whole = model(tokens())
+    torch.testing.assert_close(model(tokens()[:, :20]), whole[:, :20])
+    same_token = torch.zeros(1, 32, dtype=torch.long)
+    assert not torch.equal(model(same_token)[0, 0], model(same_token)[0, 1])
 
 
 def test_what_blocks_add_is_scaled_with_depth() -> None:
@@ -110,8 +140,9 @@ def test_a_tied_head_is_the_embedding(deferred: bool) -> None:
         ({"heads": 5}, "width 48 does not divide into 5 heads"),
         ({"heads": 16}, "heads of an even width"),  # three wide
         ({"layers": 0}, "GPTConfig.layers is 0; expected at least 1"),
+        ({"architecture": "gpt3"}, "GPTConfig.architecture is 'gpt3'; expected 'llama' or 'gpt2'"),
     ],
 )
-def test_impossible_shapes_are_refused(changes: dict[str, int], says: str) -> None:
+def test_impossible_shapes_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         GPTConfig(**cast(Any, {"layers": 3, "width": 48, "heads": 3, "context": 32} | changes))

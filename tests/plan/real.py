@@ -1,4 +1,4 @@
-"""A real run to check the dry run against: the lab's GPT on real ranks, trained by a strategy."""
+"""A real run to check the dry run against: the benchmark's GPT on real ranks, trained as a strategy says."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zeropp
-from zeropp.bench.workload import Gpt, Workload
+from zeropp.bench.workload import Workload, loss_of
+from zeropp.models.sharding import shard_blocks
 from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
 from zeropp.strategies import Strategy
@@ -35,7 +35,7 @@ class Case:
 
     def scenario(self) -> Scenario:
         return Scenario(
-            Model("the lab's GPT", lambda: Gpt(self.workload)),
+            Model("the benchmark's GPT", self.workload.build_model),
             self.nodes,
             self.ranks_per_node,
             micro_batch=self.workload.batch,
@@ -82,14 +82,13 @@ def peak_of_second_step(case: Case) -> int:
 def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
     strategy, workload = case.strategy, case.workload
     torch.manual_seed(0)
-    model = Gpt(workload)
+    model = workload.build_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     options: dict[str, Any] = {"mesh": mesh} | strategy.sharding_options(case.ranks_per_node)
-    for position, block in enumerate(model.blocks):
-        if case.checkpointing:
+    if case.checkpointing:
+        for position, block in enumerate(model.blocks):
             model.blocks[position] = checkpoint_wrapper(block)
-        fully_shard(model.blocks[position], **options)
-    fully_shard(model, **options)
+    shard_blocks(model, model.blocks, **options)
     config = zeropp.Config.off() if strategy.config is None else strategy.config
     zpp = zeropp.apply(model, replace(config, node_size=case.ranks_per_node))
     set_sync = strategy.sync_switch(model, zpp)
@@ -99,7 +98,7 @@ def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
         for micro_batch in range(case.micro_batches):
             set_sync(micro_batch == case.micro_batches - 1)
             tokens = torch.randint(256, (workload.batch, workload.context))
-            (model(tokens, tokens) / case.micro_batches).backward()
+            (loss_of(model(tokens), tokens) / case.micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
 

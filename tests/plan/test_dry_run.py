@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.plan.real import Case, ledger_of_second_step
 from tests.ranks import Ranks
-from zeropp.bench.workload import Gpt, Workload
+from zeropp.bench.workload import Workload
 from zeropp.config import Config
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.dry_run import dry_run
@@ -90,7 +90,7 @@ def test_multiplied_layers_equal_a_full_run(name: str) -> None:
 
 def test_layers_that_differ_are_all_run(caplog: pytest.LogCaptureFixture) -> None:
     def build() -> nn.Module:
-        model = Gpt(DEEP)
+        model = DEEP.build_model()
         model.blocks[5].down = nn.Linear(256, 64)  # with a bias
         return model
 

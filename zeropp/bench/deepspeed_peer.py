@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..models.loading import parameter_count
 from ..strategies import Strategy
-from .workload import Data, Gpt, Workload
+from .workload import Data, Workload, loss_of
 
 
 class DeepSpeedTraining:
@@ -35,8 +36,8 @@ class DeepSpeedTraining:
         importlib.reload(deepspeed.utils.groups)
         deepspeed.init_distributed("gloo", verbose=False)
         torch.manual_seed(workload.seed)
-        model = Gpt(workload)
-        self._parameters = sum(p.numel() for p in model.parameters())
+        model = workload.build_model()
+        self._parameters = parameter_count(model)
         self._workload, self._micro_batches = workload, 0
         self._settings = {
             "train_micro_batch_size_per_gpu": workload.batch,
@@ -59,7 +60,8 @@ class DeepSpeedTraining:
         engine = self._engine(micro_batches)
         total = 0.0
         for _ in range(micro_batches):
-            loss = engine(*self.data.next())
+            tokens, targets = self.data.next()
+            loss = loss_of(engine(tokens), targets)
             engine.backward(loss)  # divides by the number of micro-batches
             engine.step()  # does nothing before the last one
             total += loss.item() / micro_batches

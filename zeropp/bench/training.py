@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from .. import ZeroPP, apply
+from ..models.loading import parameter_count
+from ..models.sharding import shard_blocks
 from ..strategies import Strategy
 from .deepspeed_peer import DeepSpeedTraining
-from .workload import Data, Gpt, Workload
+from .workload import Data, Workload, loss_of
 
 
 class Training(Protocol):
@@ -27,7 +29,7 @@ class Training(Protocol):
     def model_state_bytes(self) -> int: ...
     def communication_bytes(self) -> int: ...
     def ledger_bytes(self) -> int | None:
-        """What the ledger says has left this rank's node so far; None: no ledger."""
+        """What this rank has sent to other nodes so far, as its ledger has it; None: no ledger."""
 
 
 class FsdpTraining:
@@ -36,12 +38,9 @@ class FsdpTraining:
     def __init__(self, strategy: Strategy, workload: Workload, ranks_per_node: int) -> None:
         self.strategy = strategy
         torch.manual_seed(workload.seed)
-        self.model = Gpt(workload)
-        self._parameters = sum(p.numel() for p in self.model.parameters())
-        options = strategy.sharding_options(ranks_per_node)
-        for block in self.model.blocks:
-            fully_shard(block, **options)
-        fully_shard(self.model, **options)
+        self.model = workload.build_model()
+        self._parameters = parameter_count(self.model)
+        shard_blocks(self.model, self.model.blocks, **strategy.sharding_options(ranks_per_node))
         self.zpp: ZeroPP | None = None
         if strategy.config is not None:
             self.zpp = apply(self.model, strategy.config)
@@ -55,7 +54,8 @@ class FsdpTraining:
         total = torch.zeros(())
         for micro_batch in range(micro_batches):
             set_sync(micro_batch == micro_batches - 1)
-            loss = self.model(*self.data.next()) / micro_batches
+            tokens, targets = self.data.next()
+            loss = loss_of(self.model(tokens), targets) / micro_batches
             loss.backward()
             total += loss.detach()
         self.optimizer.step()

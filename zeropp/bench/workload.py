@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-VOCABULARY = 256
+from ..models.gpt import GPT, GPTConfig
+
 HEAD_WIDTH = 64
 
 
@@ -37,41 +38,22 @@ class Workload:
         if self.width < HEAD_WIDTH or self.width % HEAD_WIDTH:
             raise ValueError(f"width is {self.width!r}; expected a multiple of {HEAD_WIDTH}")
 
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = (
-            nn.Linear(width, 4 * width, bias=False),
-            nn.Linear(4 * width, width, bias=False),
+    def build_model(self) -> GPT:
+        """The whole model, the same on every rank."""
+        config = GPTConfig(
+            layers=self.layers,
+            width=self.width,
+            heads=self.width // HEAD_WIDTH,
+            context=self.context,
+            norm_epsilon=torch.finfo(torch.float32).eps,
+            architecture="gpt2",
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return torch.add(x, self.down(F.gelu(self.up(self.norm2(x)))))
+        return GPT(config, self.seed)
 
 
-class Gpt(nn.Module):
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, workload.width)
-        self.position = nn.Parameter(torch.randn(workload.context, workload.width) * 0.02)
-        self.blocks = nn.ModuleList(Block(workload.width) for _ in range(workload.layers))
-        self.norm = nn.RMSNorm(workload.width)
-        self.head = nn.Linear(workload.width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of next bytes: logits [batch, context, 256], targets [batch, context]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Data:

@@ -1,18 +1,21 @@
 """A compact GPT: RMSNorm, rotary positions, SwiGLU, `scaled_dot_product_attention`. Llama's arithmetic, so
-that `train/export.py` can write it as a Llama by renaming parameters.
+that `train/export.py` can write it as a Llama by renaming parameters. The benchmark trains its other
+architecture, closer to GPT-2: `GPTConfig.architecture`.
 
 [Note: Weights from a seed]
 Every parameter has a random generator of its own, made from the seed and the parameter's place in the
 model, and is drawn whole before a rank keeps its shard. So the weights depend on the configuration and the
 seed, and not on the number of ranks, and a model built on the meta device and sharded there, which never
 exists in one place, gets the same weights as one built whole. They do depend on the kind of device: CPU and
-GPU generators differ.
+GPU generators differ. With architecture="gpt2" one generator draws all parameters, one after the other, and
+every rank draws all of them: the weights are those that torch's own layers have after `torch.manual_seed`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 
 INITIAL_STD = 0.02
 HIDDEN_MULTIPLE = 64  # the SwiGLU's width is rounded up to whole tiles of a matrix product
+Architecture = Literal["llama", "gpt2"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,15 @@ class GPTConfig:
     """The slowest rotary angle turns once in about 2 pi * rotary_base positions."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in RMSNorm."""
+    architecture: Architecture = "llama"
+    """"llama": rotary positions and a SwiGLU, with GPT-2's small initial weights. "gpt2": learned positions,
+    one product for query, key and value, and a GELU of four times the width, with torch's own initial
+    weights; the benchmark's figures were measured with it. Both have RMSNorm, and no biases."""
 
     def __post_init__(self) -> None:
+        if self.architecture not in get_args(Architecture):
+            expected = " or ".join(map(repr, get_args(Architecture)))
+            raise ValueError(f"GPTConfig.architecture is {self.architecture!r}; expected {expected}")
         for name in ("layers", "width", "heads", "context", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GPTConfig.{name} is {getattr(self, name)}; expected at least 1")
@@ -64,8 +75,10 @@ class GPTConfig:
 
     @property
     def hidden(self) -> int:
-        """Width of the SwiGLU: with 8/3 of the width, a block has 12 * width**2 weights, as a GPT-2 block
-        has."""
+        """Width inside the feed-forward part: 4 times the width for a GELU, 8/3 for a SwiGLU, which has one
+        matrix more. So a block has 12 * width**2 weights in both architectures."""
+        if self.architecture == "gpt2":
+            return 4 * self.width
         return math.ceil(self.width * 8 / 3 / HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
 
 
@@ -139,6 +152,39 @@ class Block(nn.Module):
         return torch.add(x, self.mlp(self.mlp_norm(x)))
 
 
+class GPT2Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.query_key_value = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, T, D]
+            for part in self.query_key_value(self.attention_norm(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.output(attended.transpose(1, 2).flatten(2))
+        return torch.add(x, self.down(F.gelu(self.up(self.mlp_norm(x)))))
+
+
+class LearnedPositions(nn.Module):
+    """Adds a learned vector to each position of a sequence."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.context, config.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-2]
+        return x + (self.weight if length == len(self.weight) else self.weight[:length])
+
+
 class GPT(nn.Module):
     """Next-token logits from tokens. Built on the meta device, it needs `to_empty` and `reset_parameters`.
 
@@ -151,40 +197,58 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.seed = seed
+        is_gpt2 = config.architecture == "gpt2"
+        block = GPT2Block if is_gpt2 else Block
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.positions = LearnedPositions(config) if is_gpt2 else nn.Identity()
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)  # [B, T, width]
+        x = self.positions(self.embedding(tokens))  # [B, T, width]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initial weights, for whole and for sharded parameters. [Note: Weights from a seed]
-
-        What a block adds to the residual stream is scaled down with depth, as in GPT-2, so that the stream's
-        variance does not grow with the number of blocks.
-        """
+        """The initial weights, for whole and for sharded parameters. [Note: Weights from a seed]"""
         if self.config.tied:  # here, and not once: `to_empty` gives each name a tensor of its own
             self.head.weight = self.embedding.weight
+        device = self.norm.weight.device
+        if device.type == "meta":
+            return
+        generator = torch.Generator(device).manual_seed(self.seed)
         for index, (name, parameter) in enumerate(self.named_parameters()):
-            if parameter.is_meta:
-                continue
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
                 continue
-            generator = torch.Generator(parameter.device).manual_seed((self.seed << 20) + index)
-            is_output = name.endswith(".output.weight")
-            std = INITIAL_STD / math.sqrt(2 * self.config.layers) if is_output else INITIAL_STD
-            whole = torch.empty(parameter.shape, device=parameter.device, dtype=parameter.dtype)
-            whole.normal_(std=std, generator=generator)
+            whole = torch.empty(parameter.shape, device=device, dtype=parameter.dtype)
+            if self.config.architecture == "gpt2":
+                _draw_as_torch_does(whole, name, generator)
+            else:
+                self._draw(whole, name, generator.manual_seed((self.seed << 20) + index))
             if isinstance(parameter, DTensor):  # every rank has the whole: nothing is sent
                 whole = distribute_tensor(
                     whole, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
             parameter.copy_(whole)
+
+    def _draw(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
+        """Small weights. What a block adds to the residual stream is scaled down with depth, as in GPT-2, so
+        that the stream's variance does not grow with the number of blocks."""
+        is_output = name.endswith(".output.weight")
+        std = INITIAL_STD / math.sqrt(2 * self.config.layers) if is_output else INITIAL_STD
+        whole.normal_(std=std, generator=generator)
+
+
+def _draw_as_torch_does(whole: Tensor, name: str, generator: torch.Generator) -> None:
+    """`nn.Embedding` and `nn.Linear` start like this; learned positions start small."""
+    if name == "embedding.weight":
+        whole.normal_(generator=generator)
+    elif name == "positions.weight":
+        whole.normal_(generator=generator).mul_(INITIAL_STD)
+    else:
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)

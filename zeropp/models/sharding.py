@@ -3,6 +3,9 @@ precision."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -56,15 +59,22 @@ def shard(
     )
     if activation_checkpointing:
         _checkpoint_blocks(model)
-    for block in blocks_of(model):
-        if compile:
+    blocks = blocks_of(model)
+    if compile:
+        for block in blocks:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    shard_blocks(model, blocks, mesh=mesh, mp_policy=policy)
     if has_no_weights and isinstance(model, GPT):
         model.to_empty(device=device)
         model.reset_parameters()
     return model
+
+
+def shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
+    """Make each block a unit, and then one of what is left: `fully_shard` with the same options for all."""
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:

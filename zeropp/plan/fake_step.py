@@ -24,10 +24,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .. import Config, apply
+from ..models.sharding import shard_blocks
 from ..strategies import Strategy
 from .memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
 from .models import PlanError, are_alike, find_blocks, loss_of
@@ -171,9 +172,7 @@ def _shard(model: nn.Module, blocks: nn.ModuleList, scenario: Scenario, options:
     options = options | {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)}
     # Outside the mode, because FSDP2 may make a mesh, and a mesh has content. Parameters stay fake.
     with unset_fake_temporarily():
-        for block in blocks:
-            fully_shard(block, **options)
-        fully_shard(model, **options)
+        shard_blocks(model, blocks, **options)
 
 
 @contextmanager
