@@ -98,7 +98,7 @@ def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
         for micro_batch in range(case.micro_batches):
             set_sync(micro_batch == case.micro_batches - 1)
             tokens = torch.randint(256, (workload.batch, workload.context))
-            (loss_of(model(tokens), tokens) / case.micro_batches).backward()
+            (loss_of(model(tokens), tokens) / case.micro_batches).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

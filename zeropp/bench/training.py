@@ -56,7 +56,7 @@ class FsdpTraining:
             set_sync(micro_batch == micro_batches - 1)
             tokens, targets = self.data.next()
             loss = loss_of(self.model(tokens), targets) / micro_batches
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         self.optimizer.step()
         self.optimizer.zero_grad()
