@@ -5,6 +5,8 @@ PYTHON ?= python3.11
 VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two files of tests at a time: much of a test is waiting for processes to start and for links.
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 export OMP_NUM_THREADS := 1
 
@@ -16,7 +18,7 @@ train: $(READY)
 test: $(if $(TORCH),,lint types) tests
 
 core: $(READY)
-	$(BIN)/pytest tests/comm tests/quant tests/test_*.py
+	$(PYTEST) tests/comm tests/quant tests/test_*.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -26,7 +28,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 tests: $(READY)
-	$(BIN)/pytest
+	$(PYTEST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
