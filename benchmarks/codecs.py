@@ -36,7 +36,7 @@ class Options:
     """What to measure. The defaults take about a minute on one core."""
 
     steps: int = 50
-    """Of training, before gradients and weights are taken."""
+    """Steps that are trained before gradients and weights are taken."""
     elements: int = 1 << 19
     """Random numbers of each kind."""
     seeds: int = 16
@@ -53,7 +53,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """Of the training run."""
+    """What was taken from the training run."""
 
     weights: nn.Module
     history: Tensor

@@ -50,7 +50,7 @@ class Options:
     formats: tuple[FormatName, ...] = tuple(FORMATS)
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
     senders: tuple[int, ...] = (2, 4, 8)
-    """Of decode_sum and recode."""
+    """How many senders decode_sum and recode add up."""
     rounds: int = 15
     """Runs of each operation at 64M elements; more of them at fewer elements."""
     json: Path | None = None
