@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
@@ -135,7 +134,7 @@ def test_a_load_after_a_step_is_sent_whole_with_differences(ranks: Ranks) -> Non
     """Not as a difference in four bits, which would be far off after a large change."""
     for losses in ranks.run(_change_and_evaluate, [load_into_parameters], "delta-int4"):
         for before, kept, not_kept in losses:
-            assert before != kept == pytest.approx(not_kept, abs=1e-4)
+            assert abs(kept - not_kept) < abs(before - not_kept) / 100
 
 
 def _errors_after(changes: list[Callable[[Any], None]]) -> list[str]:
