@@ -73,7 +73,10 @@ class DeepSpeedTraining:
             settings = self._settings | {"gradient_accumulation_steps": micro_batches}
             self.engine, *_ = self._initialize(model=self._model, optimizer=self._optimizer, config=settings)
             self._micro_batches = micro_batches
-        assert micro_batches == self._micro_batches
+        if micro_batches != self._micro_batches:
+            raise ValueError(
+                f"a step of {micro_batches} micro-batches after one of {self._micro_batches}: build anew"
+            )
         return self.engine
 
     def parameters(self) -> int:

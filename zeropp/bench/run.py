@@ -221,7 +221,9 @@ class _Bench:
         """A fresh model of the strategy, warmed up on open links; then shape them. Returns its parameters."""
         self._set_links(UNLIMITED)
         built = self.ranks.build(strategy, workload or self.settings.workload)
-        if warm_up_micro_batches:  # two in all, so that one of several has met the accumulation of gradients
+        if strategy.engine == "deepspeed" and warm_up_micro_batches:  # it cannot change their number later
+            self.ranks.take_steps(1, warm_up_micro_batches)
+        elif warm_up_micro_batches:  # two, so that one of several has met the accumulation
             several = min(warm_up_micro_batches, WARM_UP_MICRO_BATCHES)
             self.ranks.take_steps(WARM_UP_MICRO_BATCHES // several, several)
         self._set_links(link)
