@@ -66,8 +66,7 @@ GROUP: Parts = {
     "reduce_grads": bool,
     "reduce_scatter_unused_params": bool,
 }
-CONTEXT: Parts = {"_last_post_reduce_events": dict, "reduce_scatter_states": list}
-"""These FSDP2 makes in the first forward, so they are checked when they are needed."""
+CONTEXT: Parts = {"_last_post_reduce_events": dict, "reduce_scatter_states": list}  # of the first forward on
 SHARD_MESH: Parts = {
     "reduce_scatter_process_group": (ProcessGroup, type(None)),
     "shard_process_group": ProcessGroup,
@@ -88,6 +87,7 @@ class ReaderOf213:
 
     group: ClassVar[Parts] = {}
     param: ClassVar[Parts] = {}
+    accumulates_apart: ClassVar[bool] = True  # what is not reduced is held in two places, not only in `.grad`
 
     @staticmethod
     def reduce_order(group: Any) -> list[Any]:
@@ -104,6 +104,7 @@ class ReaderOf215:
 
     group: ClassVar[Parts] = {"_reduce_scatter_param_indices": list}
     param: ClassVar[Parts] = {"sharded_grad_dtype": (torch.dtype, type(None))}
+    accumulates_apart: ClassVar[bool] = False
 
     @staticmethod
     def reduce_order(group: Any) -> list[Any]:
@@ -133,8 +134,7 @@ class Unit:
         self.module: Any = module
         """The first of them: an nn.Module and an FSDPModule."""
         self._param_groups = param_groups  # one, except with a mesh per parameter
-        self._sends_unused: bool | None = None
-        """What the user had set for unused gradients, while we have set it; see `send_unused_gradients`."""
+        self._sends_unused: bool | None = None  # what the user had set: see `send_unused_gradients`
 
     @property
     def name(self) -> str:
@@ -279,7 +279,9 @@ class Unit:
         for group in self._param_groups:
             group._partial_reduce_output = None
             for param in filter(_held, group.fsdp_params):
-                param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+                param._unsharded_param.grad = None
+                if READER.accumulates_apart:
+                    param.unsharded_accumulated_grad = None
 
     def reduce_zeros(self) -> None:
         """Between two backwards: what FSDP2 does at the end of one that leaves every gradient at zero. So it
