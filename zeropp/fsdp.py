@@ -37,7 +37,7 @@ from .comm import AllGather, ReduceScatter
 
 logger = logging.getLogger("zeropp")
 
-TESTED = ("2.13", "2.15")
+TESTED = ("2.13", "2.14", "2.15")
 TORCH: str = vars(torch)["__version__"]  # mypy cannot tell the type of torch.__version__ at module level
 VERSION = ".".join(TORCH.split(".")[:2])
 ROOT = "(root)"
