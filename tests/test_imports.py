@@ -22,6 +22,7 @@ PUBLIC = "zeropp"
 MAY_KNOW_FSDP2 = {
     "zeropp/fsdp.py": "is the adapter",
     "tests/test_fsdp.py": "tests it, on FSDP2's own objects",
+    "tests/test_fsdp_versions.py": "takes parts of FSDP2 away",
     "tests/test_handle.py": "looks at which comms FSDP2 would call",
     "benchmarks/host_cost.py": "times FSDP2's own comms beside ours",
 }
