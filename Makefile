@@ -33,7 +33,7 @@ tests: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(TORCH:%=s/^torch==.*/torch==%/;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cpu,gpu,lab,plots,tensorboard,hf,hf-data,dev]'
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cpu,gpu,lab,plots,tensorboard,hf,hf-data,interop,dev]'
 	touch $@
 
 clean:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard
 import zeropp
 from tests.ranks import Ranks
 from tests.training import Net, make_net
-from zeropp.fsdp import READER, ReaderOf213, find_units
+from zeropp.fsdp import find_units
+from zeropp.fsdp_versions import READER, ReaderOf213
 
 IS_213 = READER is ReaderOf213
 
@@ -56,27 +57,27 @@ def _oddities() -> dict[str, Any]:
 
     alone = nn.Linear(4, 4)
     fully_shard(alone, mesh=mesh["shard"])
-    found["sub-mesh"] = zeropp.apply(alone, zeropp.Config(node_size=2)).unit_comms[0].notes
+    found["sub-mesh"] = zeropp.apply(alone, zeropp.Config(node_size=2)).unit_comms[0].remarks
 
     hybrid = nn.Linear(4, 4)
     fully_shard(hybrid, mesh=mesh)
-    found["hsdp"] = zeropp.apply(hybrid, zeropp.Config(node_size=2)).unit_comms[0].notes
+    found["hsdp"] = zeropp.apply(hybrid, zeropp.Config(node_size=2)).unit_comms[0].remarks
 
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False))
     fully_shard(mixed)
-    found["mixed"] = zeropp.apply(mixed, zeropp.Config(node_size=2)).unit_comms[0].notes
+    found["mixed"] = zeropp.apply(mixed, zeropp.Config(node_size=2)).unit_comms[0].remarks
 
     uniform = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False))
     fully_shard(uniform, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    found["cast"] = zeropp.apply(uniform, zeropp.Config(node_size=2)).unit_comms[0].notes
+    found["cast"] = zeropp.apply(uniform, zeropp.Config(node_size=2)).unit_comms[0].remarks
 
     frozen = nn.Linear(4, 4).requires_grad_(False)
     fully_shard(frozen)
-    found["frozen"] = zeropp.apply(frozen, zeropp.Config(node_size=2)).unit_comms[0].notes
+    found["frozen"] = zeropp.apply(frozen, zeropp.Config(node_size=2)).unit_comms[0].remarks
 
     direct = nn.Linear(4, 4)
     fully_shard(direct)
-    found["int4"] = zeropp.apply(direct, zeropp.Config(node_size=2, weights="int4")).unit_comms[0].notes
+    found["int4"] = zeropp.apply(direct, zeropp.Config(node_size=2, weights="int4")).unit_comms[0].remarks
 
     custom = nn.Linear(4, 4)
     fully_shard(custom)
@@ -95,8 +96,7 @@ def test_what_is_remarkable_is_said(ranks: Ranks) -> None:
     found = ranks.run(_oddities)[0]
     assert found["sub-mesh"] == ["one node: no node shard to keep"]
     assert "HSDP's all-reduce stays FSDP2's" in found["hsdp"][0]
-    assert found["mixed"] == ["weights sent as they are: dtype bfloat16 and float32"]
-    assert found["cast"] == []
+    assert found["mixed"] == found["cast"] == ["2 of 4 parameters frozen"]
     assert found["frozen"] == ["frozen"]
     assert found["int4"] == ["int4 weights are known to ruin training"]
     assert found["custom"] == "has custom comms already: _CustomAllGather"
@@ -231,7 +231,7 @@ def _sent_as_they_are() -> tuple[list[str], str]:
     fully_shard(model)
     zpp = zeropp.apply(model, zeropp.Config(node_size=2))
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    return zpp.unit_comms[0].notes, zpp.summary()
+    return zpp.unit_comms[0].remarks, zpp.summary()
 
 
 def test_gradients_that_cannot_be_encoded_are_named(ranks: Ranks) -> None:

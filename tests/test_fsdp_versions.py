@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 import zeropp
 from tests.ranks import Ranks
 from tests.training import make_net
-from zeropp.fsdp import READER, TESTED, ReaderOf213
+from zeropp.fsdp_versions import READER, TESTED, ReaderOf213
 
 IS_213 = READER is ReaderOf213
 

@@ -128,7 +128,11 @@ def _own_groups_for_gradients() -> Any:
         shared.append([hop.group for hop in weights.hops] == [hop.group for hop in gradients.hops[::-1]])
         losses.append([trainer.step() for _ in range(2)])
     assert trainer.zpp is not None
-    return shared, losses[0] == losses[1], {note for comms in trainer.zpp.unit_comms for note in comms.notes}
+    return (
+        shared,
+        losses[0] == losses[1],
+        {note for comms in trainer.zpp.unit_comms for note in comms.remarks},
+    )
 
 
 def test_gradients_have_groups_of_their_own_if_fsdp2_was_asked_for_it(ranks: Ranks) -> None:

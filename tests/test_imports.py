@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import zeropp
-from zeropp import fsdp
+from zeropp import fsdp_versions as fsdp
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "zeropp"
@@ -21,6 +21,7 @@ PUBLIC = "zeropp"
 
 MAY_KNOW_FSDP2 = {
     "zeropp/fsdp.py": "is the adapter",
+    "zeropp/fsdp_versions.py": "has what differs of it between versions",
     "tests/test_fsdp.py": "tests it, on FSDP2's own objects",
     "tests/test_fsdp_versions.py": "takes parts of FSDP2 away",
     "tests/test_handle.py": "looks at which comms FSDP2 would call",
@@ -141,7 +142,7 @@ def test_the_list_is_read_as_it_is_written() -> None:
 
 
 def private_names() -> set[str]:
-    """Attributes of FSDP2's objects that fsdp.py reads."""
+    """Attributes of FSDP2's objects that the adapter reads."""
     tables = (fsdp.MODULE, fsdp.STATE, fsdp.GROUP, fsdp.CONTEXT, fsdp.PARAM, fsdp.READER.group)
     parts = {part for table in tables for path in table for part in path.split(".")}
     return {part for part in parts if part.startswith("_")}

@@ -1,10 +1,5 @@
-"""The adapter: finds the units of an FSDP2 model and puts comms into them. The only file that knows what is
-private in FSDP2.
-
-[Note: Versions]
-`_check` runs in every `find_units`, so before anything is changed: all that is read here must be there and be
-of the type that we know. What differs between versions of torch is in the two readers, and nowhere else. A
-version outside `TESTED` is warned about and used if the check passes.
+"""The adapter: finds the units of an FSDP2 model and puts comms into them. With fsdp_versions.py the only
+file that knows what is private in FSDP2.
 
 [Note: Operations on parameters]
 A sharded parameter is a DTensor. An in-place operation on it (p.add_, p.copy_, p.lerp_) is one on all ranks,
@@ -18,111 +13,25 @@ only breaks DTensor's rule, and hangs here: those ranks send, and the others do 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, reduce
-from inspect import signature
-from operator import attrgetter
-from types import FunctionType, MethodType
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Iterable
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.utils.hooks import RemovableHandle
 
-from .comm import AllGather, ReduceScatter
+from .comm import AllGather, ReduceScatter, Weight
+from .fsdp_versions import CONTEXT, READER, check, check_parts, compute_dtype, sharded_parameter
 
 logger = logging.getLogger("zeropp")
 
-TESTED = ("2.13", "2.14", "2.15")
-TORCH: str = vars(torch)["__version__"]  # mypy cannot tell the type of torch.__version__ at module level
-VERSION = ".".join(TORCH.split(".")[:2])
 ROOT = "(root)"
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # of torch.compile and activation checkpointing
-
-Parts = Mapping[str, type | tuple[type, ...]]
-"""What is read of something, and the type that it must have."""
-DISTRIBUTED: Parts = {"all_gather_single": FunctionType, "reduce_scatter_single": FunctionType}
-COLLECTIVES: Parts = {"DefaultAllGather": type, "DefaultReduceScatter": type}
-COMMON: Parts = {"FSDPMeshInfo": type}
-SETTERS = ("all_reduce_hook", "custom_all_gather", "custom_reduce_scatter", "reduce_scatter_unused_params")
-MODULE: Parts = {"_get_fsdp_state": FunctionType} | {f"set_{name}": FunctionType for name in SETTERS}
-STATE: Parts = {"_fsdp_param_groups": (list, tuple)}
-GROUP: Parts = {
-    "_all_gather_comm": object,
-    "_is_hsdp": bool,
-    "_partial_reduce_output": (Tensor, type(None)),
-    "_reduce_scatter_comm": object,
-    "_training_state": object,
-    "comm_ctx": object,
-    "device_handle": object,
-    "finalize_backward": MethodType,
-    "fsdp_params": list,
-    "mesh_info": object,
-    "post_backward": MethodType,
-    "reduce_grads": bool,
-    "reduce_scatter_unused_params": bool,
-}
-CONTEXT: Parts = {"_last_post_reduce_events": dict, "reduce_scatter_states": list}  # of the first forward on
-SHARD_MESH: Parts = {
-    "reduce_scatter_process_group": (ProcessGroup, type(None)),
-    "shard_process_group": ProcessGroup,
-}
-PARAM: Parts = {
-    "_module_info.module": nn.Module,
-    "_module_info.shared_modules": list,
-    "_sharded_local_tensor": Tensor,
-    "mp_policy": MixedPrecisionPolicy,
-    "padded_sharded_param_size": torch.Size,
-    "sharded_param": nn.Parameter,
-    "unsharded_accumulated_grad": (Tensor, type(None)),
-}
-
-
-class ReaderOf213:
-    """torch 2.13 and 2.14: gradients are packed in the order of parameters, in the dtype of computing."""
-
-    group: ClassVar[Parts] = {}
-    param: ClassVar[Parts] = {}
-    accumulates_apart: ClassVar[bool] = True  # what is not reduced is held in two places, not only in `.grad`
-
-    @staticmethod
-    def reduce_order(group: Any) -> list[Any]:
-        return list(group.fsdp_params)
-
-    @staticmethod
-    def gradient_dtype(param: Any) -> torch.dtype:
-        return _compute_dtype(param)
-
-
-class ReaderOf215:
-    """torch 2.15: gradients follow each parameter's `grad_dtype`, and those of one dtype are packed together;
-    FSDP2 knows the order from the first forward on."""
-
-    group: ClassVar[Parts] = {"_reduce_scatter_param_indices": list}
-    param: ClassVar[Parts] = {"sharded_grad_dtype": (torch.dtype, type(None))}
-    accumulates_apart: ClassVar[bool] = False
-
-    @staticmethod
-    def reduce_order(group: Any) -> list[Any]:
-        known = group._reduce_scatter_param_indices or range(len(group.fsdp_params))  # a guess, if unknown
-        return [group.fsdp_params[index] for index in known]
-
-    @staticmethod
-    def gradient_dtype(param: Any) -> torch.dtype:
-        return param.sharded_grad_dtype or _compute_dtype(param)  # None: as autograd makes them
-
-
-READER = ReaderOf213 if tuple(map(int, VERSION.split("."))) < (2, 15) else ReaderOf215
-
-
-def _compute_dtype(param: Any) -> torch.dtype:
-    """What FSDP2 casts a parameter to when it gathers it."""
-    cast_to, dtype = param.mp_policy.param_dtype, param.sharded_param.dtype
-    return cast_to if cast_to and dtype.is_floating_point else dtype  # type: ignore[no-any-return]
 
 
 class Unit:
@@ -155,15 +64,19 @@ class Unit:
     @property
     def params(self) -> list[nn.Parameter]:
         """The sharded parameters, as the optimizer knows them."""
-        return [p.sharded_param for p in self._fsdp_params]
+        return [sharded_parameter(p) for p in self._fsdp_params]
 
     @property
     def _fsdp_params(self) -> list[Any]:
         return [p for group in self._param_groups for p in group.fsdp_params]
 
     @property
-    def is_frozen(self) -> bool:
-        return not any(p.requires_grad for p in self.params)
+    def frozen(self) -> str | None:
+        """How many of its parameters are frozen, in words; None if all are trained."""
+        frozen = [p for p in self.params if not p.requires_grad]
+        if len(frozen) == len(self.params):
+            return "frozen"
+        return f"{len(frozen)} of {len(self.params)} parameters frozen" if frozen else None
 
     @property
     def is_hsdp(self) -> bool:
@@ -182,25 +95,25 @@ class Unit:
         """The same for what is reduced, if all that is trained has a gradient. Before FSDP2 has run, in the
         order of weights, which need not be true from torch 2.15 on."""
         order = [p for group in self._param_groups for p in READER.reduce_order(group)]
-        return tuple(p.padded_sharded_param_size.numel() for p in order if p.sharded_param.requires_grad)
+        return tuple(p.padded_sharded_param_size.numel() for p in order if sharded_parameter(p).requires_grad)
 
     def gather_dtypes(self) -> set[torch.dtype]:
         """The dtypes that FSDP2 gathers; if there are several, it sends raw bytes."""
-        return {_compute_dtype(p) for p in self._fsdp_params}
+        return {compute_dtype(p) for p in self._fsdp_params}
 
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype that FSDP2 reduces gradients in, all of them in one; None if nothing is trained."""
-        trained = [p for p in self._fsdp_params if p.sharded_param.requires_grad]
+        trained = [p for p in self._fsdp_params if sharded_parameter(p).requires_grad]
         dtypes = {p.mp_policy.reduce_dtype or READER.gradient_dtype(p) for p in trained}
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
-    def gathered(self) -> tuple[int, torch.dtype]:
-        """Elements that a rank sends in a gather, and their dtype: bytes, if there are several."""
-        lengths, dtypes = self.gather_lengths(), [_compute_dtype(p) for p in self._fsdp_params]
-        if len(set(dtypes)) == 1:
-            return sum(lengths), dtypes[0]
-        pairs = zip(lengths, dtypes, strict=True)
-        return sum(length * dtype.itemsize for length, dtype in pairs), torch.uint8
+    def gathered(self) -> tuple[Weight, ...]:
+        """What a rank sends of each parameter in a gather, in its order, unless parameters say themselves
+        what they send: see `gather_extensions`."""
+        return tuple(
+            Weight(length, compute_dtype(p), sharded_parameter(p).requires_grad)
+            for length, p in zip(self.gather_lengths(), self._fsdp_params, strict=True)
+        )
 
     def reduced(self) -> int:
         """Elements that a rank gets of a reduction of all parameters that can have a gradient."""
@@ -288,7 +201,7 @@ class Unit:
         is FSDP2 that scales and converts what comes out, adds it to `.grad`, and calls hooks on it."""
         for group in self._param_groups:
             state, context = group._training_state, group.comm_ctx
-            _check_parts("FSDPCommContext", context, CONTEXT)
+            check_parts("FSDPCommContext", context, CONTEXT)
             with torch.no_grad():
                 group.post_backward()
             group._training_state = state
@@ -299,6 +212,10 @@ class Unit:
             context._last_post_reduce_events.clear()
             context.reduce_scatter_states.clear()
             group.finalize_backward()
+
+    def set_requires_gradient_sync(self, requires_sync: bool) -> None:
+        """FSDP2's own switch, whoever has taken its place: see `on_gradient_sync`."""
+        FSDPModule.set_requires_gradient_sync(self.module, requires_sync, recurse=False)
 
     def on_load(self, react: Callable[[], None]) -> list[RemovableHandle]:
         """Call `react` after a state-dict load into any module that owns a parameter of the unit."""
@@ -314,7 +231,7 @@ class Unit:
 def find_units(model: nn.Module) -> list[Unit]:
     """The units of `model` and of the modules in it, in order of `named_modules`: the same on every rank."""
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    _check([module for _, module in modules])
+    check([module for _, module in modules])
     found: dict[int, Unit] = {}
     for name, module in modules:
         state = module._get_fsdp_state()
@@ -333,66 +250,6 @@ def gather_copies() -> tuple[Any, Any]:
 def _held(param: Any) -> bool:
     unsharded = getattr(param, "_unsharded_param", None)  # made in the first forward
     return unsharded is not None and not (param.unsharded_accumulated_grad is unsharded.grad is None)
-
-
-def _check(modules: list[FSDPModule]) -> None:
-    """Raise if FSDP2 is not as we know it; see [Note: Versions]."""
-    for name, example, parts in _what_is_read(modules):
-        _check_parts(name, example, parts)
-    defaults = (collectives.DefaultAllGather, collectives.DefaultReduceScatter)
-    for ours, theirs in zip((AllGather, ReduceScatter), defaults, strict=True):
-        for method in ("allocate", "__call__"):
-            known, given = (set(signature(getattr(c, method)).parameters) for c in (ours, theirs))
-            if new := given - known:
-                _refuse([f"{theirs.__name__}.{method} has new parameters: {', '.join(sorted(new))}"])
-    if VERSION not in TESTED:
-        _warn_untested()
-
-
-def _what_is_read(modules: list[FSDPModule]) -> Iterator[tuple[str, Any, Parts]]:
-    """Everything that is read of FSDP2, from the outside in, with an example of each thing to look at."""
-    yield "torch.distributed", torch.distributed, DISTRIBUTED
-    yield "_fsdp_collectives", collectives, COLLECTIVES
-    yield "_fsdp_common", common, COMMON
-    yield "FSDPModule", FSDPModule, MODULE
-    for module in modules:
-        state: Any = module._get_fsdp_state()
-        yield "FSDPState", state, STATE
-        for group in state._fsdp_param_groups:
-            yield "FSDPParamGroup", group, {**GROUP, **READER.group}
-            if isinstance(group.mesh_info, common.FSDPMeshInfo):
-                yield "FSDPMeshInfo", group.mesh_info, SHARD_MESH
-            yield "FSDPParam", group.fsdp_params[0], {**PARAM, **READER.param}
-            return  # the others are made of the same classes
-
-
-def _check_parts(name: str, example: Any, parts: Parts) -> None:
-    if wrong := [text for path, kind in parts.items() if (text := _wrong(example, path, kind))]:
-        _refuse([f"{name}.{text}" for text in wrong])
-
-
-def _wrong(example: Any, path: str, kind: type | tuple[type, ...]) -> str | None:
-    try:
-        value = attrgetter(path)(example)
-    except AttributeError:
-        return f"{path} is missing"
-    return None if isinstance(value, kind) else f"{path} is a {type(value).__name__}, expected {kind}"
-
-
-def _refuse(wrong: list[str]) -> NoReturn:
-    raise RuntimeError(
-        f"zeropp cannot work with FSDP2 of torch {TORCH}: {'; '.join(wrong)}. It is tested with "
-        f"torch {', '.join(TESTED)}: install one of these"
-    )
-
-
-@cache
-def _warn_untested() -> None:
-    logger.warning(
-        "zeropp is tested with torch %s, and this is %s; what it needs of FSDP2 is there, and it goes on",
-        ", ".join(TESTED),
-        TORCH,
-    )
 
 
 def _clean(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`apply`, and the `ZeroPP` it returns: what every unit sends, and what happens to the model meanwhile.
+"""`ZeroPP`, which `apply` returns: what every unit sends, and what happens to the model meanwhile.
 
 [Note: What tells us that weights changed]
 Optimizer steps: torch's global step hooks, see optimizer_steps.py; only units with a parameter in that
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -26,10 +26,10 @@ from torch import nn
 from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch
 from .comm.ledger import render
 from .config import Config
-from .fsdp import Unit, find_units
 from .kept import Kept
+from .no_sync import on_gradient_sync
 from .optimizer_steps import OptimizerSteps
-from .unit_comms import UnitComms, choose_configs, decide_comms
+from .unit_comms import UnitComms, check_configs, choose_configs, decide_comms
 from .zero_grad import listen
 
 logger = logging.getLogger("zeropp")
@@ -43,6 +43,7 @@ class ZeroPP:
 
     def __init__(
         self,
+        model: nn.Module,
         config: Config,
         overrides: Mapping[str, Config],
         unit_comms: list[UnitComms],
@@ -58,7 +59,9 @@ class ZeroPP:
         self._scratch = scratch
         self._alarm = alarm
         weakref.finalize(self, alarm.log_if_known)
+        self._model = model
         self._handles: list[Any] = []
+        self._followed: list[Any] = []
         self._accumulates = False
 
     def summary(self) -> str:
@@ -119,7 +122,7 @@ class ZeroPP:
         the same under the new Config; else the weights are sent anew, and kept errors start at zero.
         """
         overrides = dict(overrides or {})
-        _check_configs(config, overrides)
+        check_configs(config, overrides)
         self._raise_if_pending()
         if not self._handles:
             raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
@@ -138,7 +141,7 @@ class ZeroPP:
                 new.set_sync(False)
             new.unit.send_unused_as_set()
         self.config, self.overrides, self.unit_comms = config, overrides, unit_comms
-        self._install()
+        self.install()
         if self._accumulates:
             self._prepare_to_accumulate()
 
@@ -157,21 +160,52 @@ class ZeroPP:
         }
         return {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "units": units}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` of this rank returned. Call it after loading the model: loading
-        weights forgets all that is kept. Its tensors may be on any device. A run on other ranks goes on
-        without it: the weights are sent anew, and kept errors start at zero."""
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
+        """Go on from what `state_dict` of this rank returned. Call it on every rank, after loading the model:
+        loading weights forgets all that is kept. Its tensors may be on any device.
+
+        A rank that has none passes None. If any has none, or one of another number of ranks, all go on
+        without: the weights are sent anew, kept errors start at zero, and a warning says so. Returns whether
+        the state is used, on every rank the same.
+        """
         installed = {comms.unit.name: (gather, reduce) for comms, gather, reduce in self._installed()}
+        wrong = self._why_not(state, set(installed))
+        missing = {rank: why for rank, why in self._everywhere(wrong).items() if why is not None}
+        if wrong is not None and not missing:  # no group to ask
+            missing = {dist.get_rank(): wrong}
+        if missing:
+            rank, why = min(missing.items())
+            logger.warning(
+                "zeropp: goes on without the saved state, on every rank: it cannot be used on ranks %s (rank "
+                "%d: %s). The weights are sent anew, and kept errors start at zero",
+                *(sorted(missing), rank, why),
+            )
+        usable: Mapping[str, Any] = {} if missing or state is None else state["units"]
+        for name, (gather, reduce) in installed.items():
+            unit = usable.get(name, {"weights": {}, "gradients": {"calls": 0, "feedback": {}}})
+            gather.load_state_dict(unit["weights"])
+            reduce.load_state_dict(unit["gradients"])
+        return not missing
+
+    def _why_not(self, state: Mapping[str, Any] | None, installed: set[str]) -> str | None:
+        """Why this rank cannot go on from `state`, or None."""
+        if state is None:
+            return "there is none"
         mine = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         theirs = {name: state.get(name) for name in mine}
-        if theirs != mine or state["units"].keys() != installed.keys():
-            raise ValueError(
-                f"the state of zeropp is of {theirs} and units {sorted(state.get('units', ()))}; expected "
-                f"{mine} and {sorted(installed)}: load the file that this rank has saved, or go on without it"
-            )
-        for name, (gather, reduce) in installed.items():
-            gather.load_state_dict(state["units"][name]["weights"])
-            reduce.load_state_dict(state["units"][name]["gradients"])
+        units = set(state.get("units", ()))
+        if theirs != mine or units != installed:
+            return f"it is of {theirs} and units {sorted(units)}; expected {mine} and {sorted(installed)}"
+        return None
+
+    def _everywhere(self, mine: str | None) -> dict[int, str | None]:
+        """What all ranks that hold a part of these units say, by rank: every rank gets the same."""
+        said: dict[int, str | None] = {}
+        for group in {id(group): group for comms in self.unit_comms if (group := comms.unit.group)}.values():
+            answers: list[str | None] = [None] * group.size()
+            dist.all_gather_object(answers, mine, group=group)
+            said |= dict(zip(dist.get_process_group_ranks(group), answers, strict=True))
+        return said
 
     def set_requires_cross_node_sync(self, requires_sync: bool) -> None:
         """Turn cross-node gradient traffic off for all but the last micro-batch of a step.
@@ -193,11 +227,43 @@ class ZeroPP:
         gradient at all has gradient zero instead of None (FSDP2's `set_reduce_scatter_unused_params`): all
         micro-batches must agree on what they send.
         """
-        if not requires_sync and not self._accumulates:
-            self._accumulates = True
-            self._prepare_to_accumulate()
+        if not requires_sync:
+            self._accumulate()
         for comms in self.unit_comms:
             comms.set_sync(requires_sync)
+
+    def follow_no_sync(self) -> None:
+        """From now on `set_requires_gradient_sync` of FSDP2 means `set_requires_cross_node_sync`, so a loop
+        that has `no_sync` needs no other line:
+
+            zpp = zeropp.apply(model, zeropp.Config())
+            zpp.follow_no_sync()
+            for i, batch in enumerate(micro_batches):
+                model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+                model(batch).backward()
+
+        Without it, FSDP2's switch stays what it is: while it is off nothing is reduced, not even inside the
+        node, and every rank holds the gradients of the whole model. On a flat route it still is. The ledger
+        then counts no reduction of 16-bit FSDP2 for micro-batches without sync: that loop has none. Ends with
+        `remove()`.
+        """
+        if not self._handles:
+            raise RuntimeError("follow_no_sync after remove(); call zeropp.apply(model, config)")
+        if not self._followed:
+            self._followed = on_gradient_sync(self._model, self._set_gradient_sync)
+
+    def _set_gradient_sync(self, modules: set[nn.Module], requires_sync: bool) -> None:
+        """What FSDP2 was told of these modules."""
+        if not requires_sync:
+            self._accumulate()
+        for comms in self.unit_comms:
+            if comms.unit.module in modules:
+                comms.set_sync(requires_sync, instead_of_fsdp2=True)
+
+    def _accumulate(self) -> None:
+        if not self._accumulates:
+            self._accumulates = True
+            self._prepare_to_accumulate()
 
     def flush(self) -> None:
         """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:
@@ -221,6 +287,21 @@ class ZeroPP:
             )
         for comms in reversed(pending):
             comms.flush()
+
+    @contextmanager
+    def exact_weights(self) -> Iterator[None]:
+        """Inside, weights are gathered as they are, by FSDP2's own collective: for an evaluation of the model
+        that a checkpoint would hold, to the last bit. Training computes with decoded weights (int8, by
+        default), and so does an evaluation without this. Enter it on every rank."""
+        gathers = [all_gather for _, all_gather, _ in self._installed()]
+        before = [all_gather.is_exact for all_gather in gathers]
+        for all_gather in gathers:
+            all_gather.is_exact = True
+        try:
+            yield
+        finally:
+            for all_gather, was_exact in zip(gathers, before, strict=True):
+                all_gather.is_exact = was_exact
 
     def release(self) -> None:
         """Give up node shards and scratch, without `remove()`: while the model sleeps, or is offloaded.
@@ -253,6 +334,9 @@ class ZeroPP:
         for comms in self.unit_comms:
             comms.remove()
         self._remove_hooks()
+        for instead in self._followed:
+            instead.remove()
+        self._followed = []
 
     def _raise_if_pending(self) -> None:
         pending = [comms.unit.name for comms in self.unit_comms if comms.has_pending]
@@ -268,7 +352,8 @@ class ZeroPP:
             handle.remove()
         self._handles.clear()
 
-    def _install(self) -> None:
+    def install(self) -> None:
+        """Put the comms in place. Called by `apply`."""
         for comms, all_gather, reduce_scatter in self._installed():
             all_gather.belong_to(self)
             comms.unit.install(all_gather, reduce_scatter)
@@ -284,12 +369,12 @@ class ZeroPP:
 
     def _prepare_to_accumulate(self) -> None:
         listen(self)
-        self._warn_if_large(sum((comms.will_keep() for comms in self.unit_comms), Kept()))
+        self.warn_if_large(sum((comms.will_keep() for comms in self.unit_comms), Kept()))
         for comms in self.unit_comms:
             comms.prepare_to_accumulate()
 
-    def _warn_if_large(self, kept: Kept) -> None:
-        """Say so, before it is allocated."""
+    def warn_if_large(self, kept: Kept) -> None:
+        """Say so if much is going to be kept, before it is allocated. Called by `apply`."""
         shards = sum(comms.unit.shard_bytes for comms in self.unit_comms)
         if kept.total > shards and dist.get_rank() == 0:
             logger.warning(
@@ -297,85 +382,4 @@ class ZeroPP:
                 "%s. summary() has it by unit; Config(secondary=False) saves node shards, "
                 "gradients_pending='bf16' half of pending gradients, error_feedback=False kept errors",
                 *(f"{shards:,}", kept.describe()),
-            )
-
-
-def apply(
-    model: nn.Module, config: Config | None = None, *, overrides: Mapping[str, Config] | None = None
-) -> ZeroPP:
-    """Replace what FSDP2 sends for `model` by ZeRO++. Works in place; call it on every rank.
-
-    Args:
-        model: a module that `fully_shard` has been applied to, in whatever way.
-        config: what to send; the default is `Config()`.
-        overrides: other Configs for units whose name matches a pattern (as in a shell: `layers.*`); the
-            first pattern that matches counts.
-
-    Applying the same again returns the same `ZeroPP`; applying something else replaces it. After FSDP2's
-    `set_separate_reduce_scatter_group`, apply again: process groups for hops are made here.
-    """
-    config = Config() if config is None else config
-    overrides = dict(overrides or {})
-    _check_configs(config, overrides)
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialized; call torch.distributed.init_process_group() and "
-            "fully_shard() before zeropp.apply()"
-        )
-    units = find_units(model)
-    if not units:
-        raise ValueError(
-            f"{type(model).__name__} has no parameters sharded by FSDP2; call "
-            "torch.distributed.fsdp.fully_shard() on its blocks and on itself before zeropp.apply()"
-        )
-    previous = _previous(units)
-    same = previous is not None and (previous.config, previous.overrides) == (config, overrides)
-    if previous is not None and same and all(comms.has_its_groups for comms in previous.unit_comms):
-        return previous
-    # Everything that can fail comes before the first change to the model.
-    ledger, scratch, alarm = Ledger(), Scratch(), Alarm()
-    chosen = choose_configs(units, config, overrides)
-    unit_comms = [decide_comms(unit, chosen[unit], ledger, scratch, alarm) for unit in units]
-    if previous is not None:
-        previous.remove()
-    zpp = ZeroPP(config, overrides, unit_comms, ledger, scratch, alarm)
-    zpp._install()
-    _log(zpp)
-    zpp._warn_if_large(sum((replace(comms.will_keep(), pending=0) for comms in unit_comms), Kept()))
-    return zpp
-
-
-def _check_configs(config: Config, overrides: Mapping[str, Config]) -> None:
-    given = {"config": config, **{f"overrides[{key!r}]": value for key, value in overrides.items()}}
-    for where, value in given.items():
-        if not isinstance(value, Config):
-            raise TypeError(f"{where} is {value!r}; expected a zeropp.Config")
-
-
-def _previous(units: list[Unit]) -> ZeroPP | None:
-    """The ZeroPP that these units are under; it must be of exactly these units."""
-    owners = {id(comm.owner): comm.owner for unit in units if (comm := unit.installed()) is not None}
-    for owner in owners.values():
-        theirs = [comms.unit for comms in owner.unit_comms]
-        same = len(theirs) == len(units) and all(unit.shares_parameters_with(theirs) for unit in units)
-        if not same:
-            raise ValueError(
-                "zeropp is already applied to another module that shares units with this one (its units: "
-                f"{', '.join(unit.name for unit in theirs)}); call remove() on what that apply() returned"
-            )
-    return next(iter(owners.values()), None)
-
-
-def _log(zpp: ZeroPP) -> None:
-    """The first rank of each unit's group says what became of the unit."""
-    for comms in zpp.unit_comms:
-        row, group = comms.describe(), comms.unit.group
-        if group is not None and group.rank() != 0:
-            continue
-        if comms.left_alone:
-            logger.warning("zeropp: unit %(unit)s %(notes)s", row)
-        else:
-            logger.info(
-                "zeropp: unit %(unit)s, %(nodes)s: weights %(weights)s, gradients %(gradients)s. %(notes)s",
-                row,
             )

@@ -9,6 +9,11 @@ size of the model: each is looked up in a table, which also remembers the parame
 `optimizer.step(closure)` computes gradients inside the step: the last micro-batch, or several times all of it
 (LBFGS), or at other weights (SAM). What is checked before a step is then checked after each call of the
 closure, before the optimizer goes on; and an optimizer that calls it again has changed weights in between.
+
+[Note: Hooks that stay]
+torch iterates over its hooks while they run, and a model may be collected as garbage in the middle of that: a
+hook that went with its model would break the iteration, in a step of another model. So the process has two
+hooks, made once and never removed, which ask those who watch.
 """
 
 from __future__ import annotations
@@ -16,15 +21,31 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from .comm import Alarm
 from .unit_comms import UnitComms
+
+
+class Entry(NamedTuple):
+    """What is known of a parameter."""
+
+    parameter: weakref.ref[nn.Parameter]
+    comms: UnitComms | None = None
+    """Of its unit; None: it is not ours."""
+    number: int = 0
+    """Which parameter of the unit it is."""
+
+
+class Handle(Protocol):
+    """Ends something."""
+
+    def remove(self) -> None: ...
 
 
 class OptimizerSteps:
@@ -33,33 +54,21 @@ class OptimizerSteps:
     def __init__(self, unit_comms: Iterable[UnitComms], alarm: Alarm) -> None:
         self._unit_comms = [comms for comms in unit_comms if comms.pair is not None]
         self._alarm = alarm
-        self._table: dict[int, tuple[weakref.ref[nn.Parameter], UnitComms | None]] = {}
+        self._table: dict[int, Entry] = {}
 
-    def register(self) -> list[RemovableHandle]:
+    def register(self) -> list[Handle]:
         """Start; the handles end it."""
-        me = weakref.ref(self)
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-            alive = me()
-            return None if alive is None else alive._before(optimizer, args, kwargs)
-
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            alive = me()
-            if alive is not None:
-                alive._weights_changed(optimizer)
-
-        handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        for handle in handles:
-            weakref.finalize(self, handle.remove)
+        _listen()
+        watching.add(self)
         loads = [comms.unit.on_load(self._table.clear) for comms in self._unit_comms]
-        return [*handles, *(hook for hooks in loads for hook in hooks)]
+        return [_End(self), *(hook for hooks in loads for hook in hooks)]
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A step's pre-hook: args are (optimizer, closure or nothing). What it returns replaces them."""
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a step: args are (optimizer, closure or nothing). What it returns replaces them."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._check(optimizer)
-            return None
+            return args, kwargs
         checked = self._checked(closure, optimizer)
         if len(args) > 1:
             return (args[0], checked, *args[2:]), kwargs
@@ -83,7 +92,7 @@ class OptimizerSteps:
 
     def _check(self, optimizer: Optimizer) -> None:
         self._alarm.raise_if_known()
-        pending = [comms.unit.name for comms in self._changed_by(optimizer) if comms.has_pending]
+        pending = [comms.unit.name for comms, _ in self._changed_by(optimizer) if comms.has_pending]
         if pending:
             raise RuntimeError(
                 f"optimizer.step() while gradients of {', '.join(pending)} are not summed over all nodes: "
@@ -92,28 +101,62 @@ class OptimizerSteps:
             )
 
     def _weights_changed(self, optimizer: Optimizer) -> None:
-        for comms in self._changed_by(optimizer):
+        for comms, changed in self._changed_by(optimizer):
             if comms.pair is not None:
-                comms.pair.all_gather.after_step()
+                comms.pair.all_gather.after_step(changed)
 
-    def _changed_by(self, optimizer: Optimizer) -> Iterable[UnitComms]:
-        """The units that the optimizer can change: what is frozen stays as it is."""
+    def _changed_by(self, optimizer: Optimizer) -> Iterable[tuple[UnitComms, set[int]]]:
+        """The units that the optimizer can change, and which of their parameters: what is frozen stays as it
+        is."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(self._knows(p) for p in params):
             self._fill_table(params)
-        changed: dict[int, UnitComms] = {}
+        changed: dict[int, tuple[UnitComms, set[int]]] = {}
         for p in params:
-            _, comms = self._table[id(p)]
+            _, comms, number = self._table[id(p)]
             if comms is not None and (p.requires_grad or p.grad is not None):
-                changed[id(comms)] = comms
+                changed.setdefault(id(comms), (comms, set()))[1].add(number)
         return changed.values()
 
     def _knows(self, p: nn.Parameter) -> bool:
         entry = self._table.get(id(p))
-        return entry is not None and entry[0]() is p  # another one may live where a dead one did
+        return entry is not None and entry.parameter() is p  # another one may live where a dead one did
 
     def _fill_table(self, params: list[nn.Parameter]) -> None:
         """Ask FSDP2 for all parameters anew; those of `params` that are not among them belong to others."""
-        self._table.update((id(p), (weakref.ref(p), None)) for p in params)
+        self._table.update((id(p), Entry(weakref.ref(p))) for p in params)
         for comms in self._unit_comms:
-            self._table.update((id(p), (weakref.ref(p), comms)) for p in comms.unit.params)
+            for number, p in enumerate(comms.unit.params):
+                self._table[id(p)] = Entry(weakref.ref(p), comms, number)
+
+
+watching: WeakSet[OptimizerSteps] = WeakSet()
+"""Everybody who is told of optimizer steps in this process."""
+
+
+@functools.cache
+def _listen() -> None:
+    """See [Note: Hooks that stay]."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    for steps in list(watching):
+        args, kwargs = steps._before(optimizer, args, kwargs)
+    return args, kwargs
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for steps in list(watching):
+        steps._weights_changed(optimizer)
+
+
+class _End:
+    def __init__(self, steps: OptimizerSteps) -> None:
+        self._steps = weakref.ref(steps)
+
+    def remove(self) -> None:
+        steps = self._steps()
+        if steps is not None:
+            watching.discard(steps)

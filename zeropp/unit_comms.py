@@ -93,16 +93,19 @@ class UnitComms:
         ours = self.pair is not None and self.pair.reduce_scatter.pending is not None
         return ours or (self.has_put_off and self.unit.holds_gradients)
 
-    def set_sync(self, requires_sync: bool) -> None:
-        """Whether gradients of the next backwards go across nodes."""
+    def set_sync(self, requires_sync: bool, instead_of_fsdp2: bool = False) -> None:
+        """Whether gradients of the next backwards go across nodes.
+
+        instead_of_fsdp2: the loop asked FSDP2 for it, which would have sent nothing either.
+        """
         self.requires_sync = requires_sync
         self.has_put_off |= not requires_sync and self.fsdp2_puts_off is not None
         if self.pair is not None and self.defers_across:
-            self.pair.reduce_scatter.set_sync_across(requires_sync)
+            self.pair.reduce_scatter.set_sync_across(requires_sync, counts_baseline=not instead_of_fsdp2)
         if self.fsdp2_puts_off == "all-reduce":
             self.unit.module.set_requires_all_reduce(requires_sync, recurse=False)
         elif self.fsdp2_puts_off == "reduction":
-            self.unit.module.set_requires_gradient_sync(requires_sync, recurse=False)
+            self.unit.set_requires_gradient_sync(requires_sync)
 
     def prepare_to_accumulate(self) -> None:
         """All micro-batches must send the same parameters, where their gradients add up as one buffer."""
@@ -138,9 +141,9 @@ class UnitComms:
         """What is kept of the unit now."""
         if self.pair is None:
             return Kept()
-        node_shard, gradients = self.pair.all_gather.node_shard, self.pair.reduce_scatter
+        weights, gradients = self.pair
         return Kept(
-            node_shard=0 if node_shard is None else node_shard.nbytes,
+            node_shard=sum(node_shard.nbytes for node_shard in weights.node_shards),
             errors=0 if gradients.feedback is None else gradients.feedback.nbytes,
             pending=0 if gradients.pending is None else gradients.pending.nbytes,
         )
@@ -152,10 +155,16 @@ class UnitComms:
         weights, gradients = self.pair
         reduced = self.unit.reduced()
         return Kept(
-            node_shard=weights.node_shard_bytes(*self.unit.gathered()),
+            node_shard=sum(group.node_shard_bytes for group in weights.groups),
             errors=gradients.error_bytes(reduced),
             pending=gradients.pending_bytes(reduced),
         )
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is worth knowing about the unit."""
+        frozen = self.unit.frozen  # asked now: it may have been changed, or loaded, since
+        return [*self.notes, frozen] if frozen else self.notes
 
     def describe(self) -> dict[str, str]:
         """What the unit sends, in words; the columns of `ZeroPP.summary`."""
@@ -181,8 +190,16 @@ class UnitComms:
             "gradients": " -> ".join(
                 f"{gradients.codec_names[hop.name]} {hop.name}" for hop in gradients.hops
             ),
-            "notes": "; ".join(self.notes),
+            "notes": "; ".join(self.remarks),
         }
+
+
+def check_configs(config: Config, overrides: Mapping[str, Config]) -> None:
+    """Raise unless all of them are Configs."""
+    given = {"config": config, **{f"overrides[{key!r}]": value for key, value in overrides.items()}}
+    for where, value in given.items():
+        if not isinstance(value, Config):
+            raise TypeError(f"{where} is {value!r}; expected a zeropp.Config")
 
 
 def choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Config]) -> dict[Unit, Config]:
@@ -214,12 +231,14 @@ def decide_comms(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch, a
         if comms.separates_reductions:
             back = topology.hops("_reduce")
     wire = Wire(unit.name, topology, ledger, scratch, alarm)
-    as_they_are = _why_weights_stay(unit)
-    plain_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
+    for_weights = config
+    if unit.gather_extensions() or not unit.gather_dtypes() & QUANTIZABLE_DTYPES:
+        for_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
     comms.pair = CommPair(
-        AllGather(wire, hops, plain_weights if as_they_are else config, unit.gather_lengths(), unit.version),
+        AllGather(wire, hops, for_weights, unit.gathered, unit.version),
         ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_lengths),
     )
+    as_they_are = _why_weights_stay(unit)
     if config.weights != "none" and as_they_are:
         comms.notes.append(f"weights sent as they are: {as_they_are}")
     reduced = unit.reduce_dtype()
@@ -236,18 +255,15 @@ def decide_comms(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch, a
         comms.notes.append("one node: no hop between nodes for error feedback")
     if comms.separates_reductions:
         comms.notes.append("gradients in process groups of their own")
-    if unit.is_frozen:
-        comms.notes.append("frozen")
     return comms
 
 
 def _why_weights_stay(unit: Unit) -> str | None:
-    """Why the unit's weights cannot be encoded, or None. Raw bytes, or already encoded by their own type."""
-    if types := unit.gather_extensions():
+    """Why the unit's weights, or some of them, cannot be encoded, or None."""
+    if types := unit.gather_extensions():  # already encoded by their own type
         return f"gathered through {' and '.join(sorted(types))}"
-    dtypes = unit.gather_dtypes()
-    if len(dtypes) > 1 or not dtypes <= QUANTIZABLE_DTYPES:
-        return f"dtype {_names(dtypes)}"
+    if others := unit.gather_dtypes() - QUANTIZABLE_DTYPES:
+        return f"dtype {_names(others)}"
     return None
 
 

@@ -14,16 +14,16 @@ from torch import Tensor
 import zeropp
 from tests.configs import PARAMETERS
 from tests.ranks import Ranks
-from zeropp.comm import AllGather, Ledger, Scratch, StaleWeightsError, Wire
+from zeropp.comm import AllGather, Ledger, Scratch, StaleWeightsError, Weight, Wire
 from zeropp.topology import Topology
 
 
-def make_all_gather(config: zeropp.Config, parameters: Sequence[int] = ()) -> AllGather:
+def make_all_gather(config: zeropp.Config, weights: Sequence[Weight] = ()) -> AllGather:
     group = dist.group.WORLD
     assert group is not None
     topology = Topology.of(group, config.node_size)
     hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
-    return AllGather(Wire("unit", topology, Ledger(), Scratch()), hops, config, parameters)
+    return AllGather(Wire("unit", topology, Ledger(), Scratch()), hops, config, lambda: tuple(weights))
 
 
 def shard_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -44,11 +44,11 @@ def gather(comm: AllGather, shard: Tensor) -> Tensor:
 def _gather_twice(
     config: zeropp.Config, parameters: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Any]:
-    comm = make_all_gather(config, parameters)
+    comm = make_all_gather(config, [Weight(numel, dtype) for numel in parameters])
     shard = shard_of(dist.get_rank(), sum(parameters), dtype)
     first, second = gather(comm, shard), gather(comm, shard)
     calls = {key.hop: traffic.calls for key, traffic in comm.wire.ledger.rows()}
-    return first, second, (calls, comm.node_shard.nbytes if comm.node_shard else None)
+    return first, second, (calls, sum(node_shard.nbytes for node_shard in comm.node_shards))
 
 
 @settings(
@@ -106,7 +106,7 @@ def _gather_bytes() -> tuple[Tensor, Tensor]:
     return gather(make_all_gather(zeropp.Config(node_size=2)), mixed), mixed
 
 
-def test_mixed_dtypes_pass_untouched(ranks: Ranks) -> None:
+def test_bytes_that_nothing_is_known_of_pass_untouched(ranks: Ranks) -> None:
     """FSDP2 passes raw bytes for a unit with several dtypes."""
     results = ranks.run(_gather_bytes)
     exact = torch.cat([mixed for _, mixed in results])

@@ -14,7 +14,7 @@ import zeropp
 from tests.comm.test_all_gather import gather, make_all_gather, shard_of
 from tests.comm.test_reduce_scatter import gradients_of, make_reduce_scatter, reduce_once
 from tests.ranks import Ranks
-from zeropp.comm import chunks, pipeline
+from zeropp.comm import Weight, chunks, pipeline
 
 
 def test_newer_chunks_advance_before_older_ones_wait() -> None:
@@ -32,7 +32,7 @@ def test_newer_chunks_advance_before_older_ones_wait() -> None:
 
 def _collectives(config: zeropp.Config, parameters: tuple[int, ...]) -> tuple[Any, ...]:
     numel = sum(parameters)
-    comm = make_all_gather(config, parameters)
+    comm = make_all_gather(config, [Weight(numel, torch.bfloat16) for numel in parameters])
     shard = shard_of(dist.get_rank(), numel, torch.bfloat16)
     weights = [gather(comm, shard), gather(comm, shard)]
     reducer = make_reduce_scatter(config, parameters)

@@ -2,6 +2,7 @@
 
 from .alarm import Alarm, StaleWeightsError
 from .all_gather import AllGather
+from .column_groups import Weight
 from .ledger import Ledger, Traffic
 from .node_shard import NodeShard
 from .reduce_scatter import ReduceScatter
@@ -16,5 +17,6 @@ __all__ = [
     "Scratch",
     "StaleWeightsError",
     "Traffic",
+    "Weight",
     "Wire",
 ]

@@ -1,28 +1,14 @@
-"""The weights' collective: encode, gather across nodes, keep, gather inside the node, decode.
+"""The weights' collective: what takes the place of FSDP2's all-gather in one unit.
 
-    shard [S] --encode--> [1, E]
-      hop A, across:      [1, E] --all-gather over the N ranks of the rail--> node shard [N, E]
-      hop B, in-node:  [N, E] --all-gather over the n ranks of the node------> [n, N, E]
-    [n, N, E] --decode, row (l, i) to the slot of its rank--> full [W, S]
-
-E is the row in wire bytes: payload and scales in one. The node shard is what hpZ calls the secondary
-partition: while it is fresh, a gather is hop B alone, and decodes the very same bytes. On one node, or with
-one rank a node, or on the flat route, there is one hop.
-
-With weights="delta-int4" the node shard is in 16 bits, hop A brings it up to date by differences (see
-differences.py), and hop B sends it as `delta_in_node` says.
-
-[Note: Own slot]
-FSDP2 passes `input_tensor` as a view into `output_tensor`. The rank's own slot is overwritten with the
-decoded values like any other: all ranks must compute with the same weights. So whatever needs the shard
-itself must come before the first chunk is decoded.
+The columns of its weights come in groups (column_groups.py), each with hops and a node shard of its own
+(group_gather.py). All groups are on the wire together.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -35,9 +21,10 @@ from ..config import Config
 from ..topology import Hop
 from .beside import StreamWork, run_beside
 from .capture import refuse_capture
-from .differences import send_difference
-from .layout import GatherChunk, Layouts, gather_chunks, kept_codec_name
-from .node_shard import NodeShard, Send, fingerprint
+from .column_groups import Weight, buffer_of, column_groups, split_of
+from .group_gather import GroupGather
+from .layout import kept_codec_name
+from .node_shard import NodeShard
 from .pipeline import run_pipelined
 from .wire import Wire
 
@@ -64,30 +51,35 @@ class AllGather:
         wire: Wire,
         hops: tuple[Hop, ...],
         config: Config,
-        parameters: Sequence[int] = (),
-        weights_version: Callable[[], object] = lambda: None,
+        weights: Callable[[], tuple[Weight, ...]] = tuple,
+        versions: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self.wire = wire
-        self.parameters = tuple(parameters)
-        """Elements of each in a shard, in its order."""
         self.config = config
         self.hops = hops
         """(across, in-node), or the only one."""
-        keeps = config.secondary and hops[0].name == "across"
-        self.node_shard: NodeShard | None = None
-        if keeps:
-            self.node_shard = NodeShard(
-                wire.unit,
-                takes_differences=config.weights == "delta-int4",
-                refresh_every=config.refresh_every,
-                weights_version=weights_version,
-            )
+        self._ask_weights = weights
+        """For the unit's parameters, in the order of a shard; empty if that is not known."""
+        self._versions = versions
+        """Of each parameter, another one after every operation on it that all ranks run alike."""
+        self._weights = weights()
+        self._splits = [split_of(self._weights)]
+        self._buffer = buffer_of(self._weights)
+        """Elements of a shard, and their dtype."""
+        self.groups = self._make_groups()
+        self.is_exact = False
+        """Whether FSDP2's own all-gather serves for now: nothing is encoded, nothing kept is used."""
+        self._has_stepped = False
+        """Whether an optimizer has, since the last gather."""
         self.owner: Any = None
         """Whoever installed this comm; keeps it alive with the model."""
         self._beside: StreamWork | None = None
         """The last gather beside the current stream, until the next gather."""
-        self._row_order = wire.topology.row_order if len(hops) == 2 else None
-        self._layouts = Layouts(partial(gather_chunks, wire, hops, config, self.parameters))
+
+    @property
+    def node_shards(self) -> list[NodeShard]:
+        """What is kept of each group; empty if nothing is."""
+        return [group.node_shard for group in self.groups if group.node_shard is not None]
 
     def codec_name(self, hop: Hop) -> str:
         """What the hop sends, in the words of `Config`."""
@@ -98,44 +90,60 @@ class AllGather:
         """Keep `owner` alive as long as the model has this comm."""
         self.owner = owner
 
-    def after_step(self) -> None:
-        """An optimizer changed the weights: the next gather starts from the shard."""
-        if self.node_shard is not None:
-            self.node_shard.weights_changed()
+    def after_step(self, changed: Collection[int] | None = None) -> None:
+        """An optimizer changed these parameters, or all: the next gather of their groups starts from the
+        shard. See [Note: Regrouping] in column_groups.py."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            split = split_of(self._ask_weights())
+            if any(group.columns.is_split_by(split) for group in self.groups):
+                self._splits.append(split)
+                self.groups = self._make_groups()
+        for group in self.groups:
+            if group.node_shard is not None and group.columns.has_any_of(changed):
+                group.node_shard.weights_changed()
 
     def invalidate(self) -> None:
         """The weights are others now: the next gather starts from the shard, and sends all of it."""
-        if self.node_shard is not None:
-            self.node_shard.invalidate()
+        for node_shard in self.node_shards:
+            node_shard.invalidate()
 
     def release(self) -> None:
-        """Give up the node shard, and with it the reference of differences."""
-        if self.node_shard is not None:
-            self.node_shard.release()
-
-    def node_shard_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """What the node shard takes once it is filled, from shards of `numel` elements."""
-        if self.node_shard is None:
-            return 0
-        return sum(self.hops[0].size * chunk.sent.row_bytes for chunk in self._layouts.of(numel, dtype))
+        """Give up the node shards, and with them the reference of differences."""
+        for node_shard in self.node_shards:
+            node_shard.release()
 
     def take_over(self, other: AllGather) -> None:
         """Go on with what `other` has kept, if it means the same under this Config."""
-        if all(getattr(self.config, name) == getattr(other.config, name) for name in WEIGHTS_FIELDS):
-            self.node_shard = other.node_shard
+        if any(getattr(self.config, name) != getattr(other.config, name) for name in WEIGHTS_FIELDS):
+            return
+        self._weights, self._splits, self._buffer = other._weights, other._splits, other._buffer
+        self.groups = self._make_groups()
+        for group, kept in zip(self.groups, other.groups, strict=True):
+            group.node_shard = kept.node_shard
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on as if it had not stopped."""
-        return {} if self.node_shard is None else self.node_shard.state_dict(self.wire.member(self.hops[0]))
+        me = self.wire.member(self.hops[0])
+        groups = [node_shard.state_dict(me) for node_shard in self.node_shards]
+        return {"groups": groups} if any(groups) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state and (self.node_shard is None or not self.node_shard.takes_differences):
+        groups = state.get("groups", [])
+        takes_differences = any(node_shard.takes_differences for node_shard in self.node_shards)
+        if groups and not takes_differences:
             logger.warning(
                 "zeropp: unit %s: the saved reference of differences is not used: this Config sends none",
                 self.wire.unit,
             )
-        if self.node_shard is not None:
-            self.node_shard.load_state_dict(state)
+        elif groups and len(groups) != len(self.node_shards):
+            raise ValueError(
+                f"the state of unit '{self.wire.unit}' has {len(groups)} groups of weights; expected "
+                f"{len(self.node_shards)}: load it into a model with the same parameters frozen, or go on "
+                "without it"
+            )
+        for number, node_shard in enumerate(self.node_shards):
+            node_shard.load_state_dict(groups[number] if groups and takes_differences else {})
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -147,8 +155,12 @@ class AllGather:
         if group.size() != world_size:
             # reshard_after_forward=int: FSDP2 gathers weights that it already has, decoded, on fewer ranks.
             return self._as_it_is(output_tensor, input_tensor, group, async_op, "post-forward")
-        self.wire.count_baseline("all_gather", numel)
-        if self._is_as_it_is(dtype):
+        if (numel, dtype) != self._buffer:  # the model was cast since, or FSDP2 packs in another way
+            self._weights, self._buffer = self._ask_weights(), (numel, dtype)
+            self._splits = [split_of(self._weights)]
+            self.groups = self._make_groups()
+        self.wire.count_baseline("all_gather", sum(part.columns.numel for part in self.groups))
+        if self.is_exact or self._is_as_it_is:
             return self._as_it_is(output_tensor, input_tensor, group, async_op, "flat")
         if numel == 0:
             return None
@@ -160,89 +172,44 @@ class AllGather:
             self._beside.wait()
             self._beside = None
         if async_op and device.type != "cpu":
-            run = partial(self._gather_all, input_tensor, out, group)
+            run = partial(self._gather, input_tensor, out, group)
             self._beside = run_beside(device, run, (output_tensor, input_tensor))
             return self._beside
-        self._gather_all(input_tensor, out, group)
+        self._gather(input_tensor, out, group)
         return None
 
-    def _gather_all(self, shard: Tensor, out: Tensor, group: ProcessGroup) -> None:
+    def _gather(self, shard: Tensor, out: Tensor, group: ProcessGroup) -> None:
         """shard [S] of every rank -> out [W, S]."""
-        kept, chunks = self.node_shard, self._layouts.of(shard.numel(), shard.dtype)
-        with nullcontext() if kept is None else kept.in_use(shard.device):
-            if kept is not None:
-                kept.notice_operations()
-            send = Send.WEIGHTS if kept is None else kept.next_send
-            if kept is not None and send is Send.NOTHING:
-                kept.check(shard, self.wire.alarm)
-            # Taken now: see [Note: Own slot]
-            source = fingerprint(shard) if kept is not None and send is not Send.NOTHING else None
-            if kept is not None:
-                kept.raise_unless_restored_fits([chunk.sent.row_bytes for chunk in chunks])
-            run_pipelined(self._gather(chunk, shard, out, send, group) for chunk in chunks)
-            if kept is not None:
-                kept.gathered(send, source)
-
-    def _gather(
-        self, chunk: GatherChunk, shard: Tensor, out: Tensor, send: Send, group: ProcessGroup
-    ) -> Generator[None]:
-        """Gather one chunk: its columns of this rank's shard [S] -> those of out [W, S]."""
-        wire, first, kept = self.wire, self.hops[0], self.node_shard
-        shard, out, member = shard[chunk.at], out[:, chunk.at], wire.member(first)
-        size, device = (first.size, chunk.sent.row_bytes), shard.device
-        restored = None
-        if kept is None:
-            encoded = wire.scratch.take(f"all_gather.encoded.{chunk.number}", *size, device=device)
-        else:
-            encoded = kept.buffer(chunk.number, *size, device)  # [N, E]
-            restored = kept.restored_row(chunk.number)
-        if restored is not None:
-            encoded[member].copy_(restored)
-            yield from wire.all_gather(first, group, encoded)
-        if send is Send.DIFFERENCE and chunk.difference is not None:
-            yield from send_difference(wire, first, group, chunk, shard, encoded)
-        elif send is not Send.NOTHING:
-            with wire.label("all_gather", "encode"):
-                chunk.sent.encode(shard.view(1, -1), encoded[member : member + 1])
-            yield from wire.all_gather(first, group, encoded)
-        if len(self.hops) == 2:
-            if chunk.encodes_for_node:
-                encoded = self._encode_for_node(chunk, encoded)
-            encoded = yield from self._gather_in_node(chunk, encoded, group)
-        with wire.label("all_gather", "decode"):
-            chunk.received.decode(encoded, out, self._row_order)
-
-    def _encode_for_node(self, chunk: GatherChunk, kept: Tensor) -> Tensor:
-        """With differences: the node shard [N, E16] as hop B sends it."""
-        take, rows, device = self.wire.scratch.take, len(kept), kept.device
-        with self.wire.label("all_gather", "encode"):
-            size = (rows, chunk.kept.numel)
-            values = take("all_gather.reference", *size, dtype=torch.float32, device=device)
-            chunk.kept.decode(kept, values)
-            encoded = take(
-                f"all_gather.for_node.{chunk.number}", rows, chunk.received.row_bytes, device=device
+        with ExitStack() as gatherings:
+            started = [
+                (part, gatherings.enter_context(part.gathering(shard, out, group))) for part in self.groups
+            ]
+            run_pipelined(
+                part.gather(gathering, chunk) for part, gathering in started for chunk in part.chunks
             )
-            chunk.received.encode(values, encoded)
-        return encoded
+        self._has_stepped = False
 
-    def _gather_in_node(
-        self, chunk: GatherChunk, encoded: Tensor, group: ProcessGroup
-    ) -> Generator[None, None, Tensor]:
-        """Hop B: encoded [N, E] of every rank of the node -> [W, E]."""
-        hop, (nodes, row_bytes) = self.hops[1], encoded.shape
-        tag, rows = f"all_gather.gathered.{chunk.number}", hop.size * nodes
-        gathered = self.wire.scratch.take(tag, rows, row_bytes, device=encoded.device)
-        by_local = gathered.view(hop.size, nodes, row_bytes)
-        by_local[self.wire.member(hop)].copy_(encoded)
-        yield from self.wire.all_gather(hop, group, by_local)
-        return gathered
+    def _make_groups(self) -> tuple[GroupGather, ...]:
+        """Groups with nothing kept, for the buffer and the parameters as they are known."""
+        groups: list[GroupGather] = []
+        for columns in column_groups(self._weights, self._splits, *self._buffer):
+            first_chunk = sum(len(group.chunks) for group in groups)
+            groups.append(
+                GroupGather(self.wire, self.hops, self.config, columns, first_chunk, self._versions)
+            )
+        return tuple(groups)
 
-    def _is_as_it_is(self, dtype: torch.dtype) -> bool:
+    @property
+    def _is_as_it_is(self) -> bool:
         """Whether the backend's own all-gather does: a flat route, and nothing to encode."""
         if self.hops[0].name != "flat":
             return False
-        name = kept_codec_name(self.hops, self.config, dtype)
-        return name == "none" or (name == "bf16" and dtype == torch.bfloat16)
+        dtypes = [group.columns.dtype for group in self.groups]
+        names = [kept_codec_name(self.hops, self.config, dtype) for dtype in dtypes]
+        return all(
+            name == "none" or (name == "bf16" and dtype == torch.bfloat16)
+            for name, dtype in zip(names, dtypes, strict=True)
+        )
 
     def _as_it_is(
         self, output: Tensor, shard: Tensor, group: ProcessGroup, async_op: bool, hop_name: str

@@ -8,7 +8,8 @@ and no scale. All ranks cut alike: they have the same Config and the same length
 A shard is its parameters' shards, one after the other, and a block has one scale. A block with the end of a
 norm (weights near 1) and the start of a matrix (near 0.02) would lose the latter. So a long parameter has
 blocks of its own: a new block starts with it and after it. Short ones share theirs; a block for each would
-cost more bytes than it is worth (a norm's shard can be three elements).
+cost more bytes than it is worth (a norm's shard can be three elements). What is packed from several stretches
+of columns (column_groups.py) has blocks of its own for each: no block is in two places.
 
     shard   norm | matrix                       | bias, norm | matrix
     blocks  [ n ][  m  ][  m  ][  m  ][  m  ][ m][   b n    ][  m  ][  m  ] ...
@@ -35,10 +36,10 @@ class Columns:
 
 
 def column_chunks(
-    numel: int, block_size: int, parameters: tuple[int, ...] = (), *, most: int
+    numel: int, block_size: int, parameters: tuple[int, ...] = (), edges: tuple[int, ...] = (), *, most: int
 ) -> list[Columns]:
     """`most` chunks, or fewer, of a row of `numel` elements, of whole blocks, given the elements of each
-    parameter in it.
+    parameter in it, and where a new stretch begins.
 
     If those are not `numel` together, as in a reduction of only some of them, no block is aligned.
 
@@ -50,34 +51,39 @@ def column_chunks(
     >>> second
     Columns(at=slice(100033, 200001, None), block_starts=())
     """
-    starts = block_starts(parameters, block_size) if sum(parameters) == numel else ()
+    starts = block_starts(parameters, block_size, edges) if sum(parameters) == numel else edges
     count = max(1, min(most, numel // MIN_CHUNK_ELEMENTS))
-    edges = [0]
+    cuts = [0]
     for number in range(1, count):
         wanted = numel * number // count
         before = max((start for start in starts if start <= wanted), default=0)
         after = min((start for start in starts if start > wanted), default=numel)
-        edges.append(min(before + -(-(wanted - before) // block_size) * block_size, after))
+        cuts.append(min(before + -(-(wanted - before) // block_size) * block_size, after))
     return [
         Columns(slice(first, last), tuple(start - first for start in starts if first < start < last))
-        for first, last in pairwise((*edges, numel))
+        for first, last in pairwise((*cuts, numel))
         if first < last
     ]
 
 
 @lru_cache(maxsize=4096)
-def block_starts(parameters: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+def block_starts(
+    parameters: tuple[int, ...], block_size: int, edges: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     """Where a block must end early; see [Note: Blocks of a parameter].
 
     >>> block_starts((100, 100, 1_000_000, 100), block_size=128)
     (200, 1000200)
     >>> block_starts((128, 1_000_000), block_size=128)  # at the end of a block anyway
     ()
+    >>> block_starts((128, 128, 100), block_size=128, edges=(128,))
+    (128,)
     """
     starts, position, after_long = [0], 0, False
     for length in parameters:
         is_long = length >= LONG_PARAMETER_BLOCKS * block_size
-        if (is_long or after_long) and (position - starts[-1]) % block_size:
+        ends_early = (is_long or after_long) and (position - starts[-1]) % block_size
+        if ends_early or (position in edges and position > starts[-1]):
             starts.append(position)
         position, after_long = position + length, is_long
     return tuple(starts[1:])

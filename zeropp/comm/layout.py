@@ -1,7 +1,7 @@
 """The layout of one unit's buffers in one direction: how they are cut, and what each chunk is sent as.
 
-All of it follows from Config, hops, the number of elements and their dtype, so it is built once, at the first
-call, and used by every later one.
+All of it follows from Config, hops, the number of elements and their dtype, so it is built once, and used by
+every call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar, TypeVarTuple, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from ..quant import QUANTIZABLE_DTYPES, BlockCodec, BlockFormat, Codec, make_cod
 from ..quant.formats import RowOrder
 from ..topology import Hop, HopName
 from .chunks import column_chunks
+from .column_groups import ColumnGroup
 from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
 from .wire import Wire
 
 MAX_LAYOUTS = 32
-"""Kept by each comm. Gathers have one; a reduction has one for each set of parameters with gradients."""
+"""Kept by each comm: one for each set of parameters with gradients."""
 
 
 class HopCodec:
@@ -82,15 +83,30 @@ class HopCodec:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a part of a gathered row goes."""
+
+    at: slice
+    """Its bytes in the row."""
+    columns: slice
+    """Its columns in the buffer."""
+    codec: HopCodec
+    """Decodes it."""
+
+
+@dataclass(frozen=True)
 class GatherChunk:
-    """A chunk of the weights of one unit: some columns of a shard [S], and of all shards [W, S]."""
+    """A chunk of a group of weights: some columns of its packed shard [S], and of all shards [W, S]."""
 
     number: int
     at: slice
+    """Its columns in the packed shard."""
     sent: HopCodec
     """Encodes the shard for the first hop; the node shard is encoded so, too."""
     received: HopCodec
-    """Decodes what the last hop brings."""
+    """What the last hop brings, ..."""
+    places: tuple[Place, ...]
+    """... and where that goes, stretch by stretch."""
     kept: HopCodec
     """The node shard, where it is decoded and encoded in place: with differences."""
     difference: HopCodec | None
@@ -137,19 +153,20 @@ class ReduceChunk:
     """None without error feedback."""
 
 
-Key = TypeVarTuple("Key")
-Chunk = TypeVar("Chunk")
-
-
-class Layouts(Generic[Chunk, *Key]):
+class ReduceLayouts:
     """Layouts of one comm, by all that they depend on and that a call may change. Built when first needed."""
 
-    def __init__(self, build: Callable[[*Key], tuple[Chunk, ...]]) -> None:
+    def __init__(
+        self, build: Callable[[int, torch.dtype, tuple[int, ...], bool], tuple[ReduceChunk, ...]]
+    ) -> None:
         self._build = build
-        self._built: dict[tuple[*Key], tuple[Chunk, ...]] = {}
+        self._built: dict[tuple[int, torch.dtype, tuple[int, ...], bool], tuple[ReduceChunk, ...]] = {}
 
-    def of(self, *key: *Key) -> tuple[Chunk, ...]:
-        """The chunks of a buffer."""
+    def of(
+        self, numel: int, dtype: torch.dtype, parameters: tuple[int, ...], at_once: bool
+    ) -> tuple[ReduceChunk, ...]:
+        """The chunks of a buffer; see `reduce_chunks`."""
+        key = numel, dtype, parameters, at_once
         chunks = self._built.get(key)
         if chunks is None:
             if len(self._built) >= MAX_LAYOUTS:
@@ -159,39 +176,43 @@ class Layouts(Generic[Chunk, *Key]):
 
 
 def gather_chunks(
-    wire: Wire,
-    hops: tuple[Hop, ...],
-    config: Config,
-    parameters: tuple[int, ...],
-    numel: int,
-    dtype: torch.dtype,
+    wire: Wire, hops: tuple[Hop, ...], config: Config, columns: ColumnGroup, first_number: int = 0
 ) -> tuple[GatherChunk, ...]:
-    """The chunks of weights of `numel` elements a shard, given the elements of each parameter."""
-    is_float = dtype in QUANTIZABLE_DTYPES  # not the raw bytes of a unit with several dtypes
-    takes_differences = config.weights == "delta-int4" and hops[0].name == "across" and is_float
+    """The chunks of a group of weights, numbered from `first_number` on."""
+    dtype = columns.dtype
+    takes_differences = config.weights == "delta-int4" and hops[0].name == "across" and is_float(dtype)
     kept_name = kept_codec_name(hops, config, dtype)
     received_name = kept_name
     if takes_differences and len(hops) == 2 and config.delta_in_node != "bf16":
         received_name = config.delta_in_node
     # With one hop, differences stop at the node shard, which is decoded where it is.
     received_on = NODE_SHARD if takes_differences and len(hops) == 1 else hops[-1].name
+    on_hop = partial(HopCodec, wire.ledger, wire.unit, "all_gather")
+    cut = column_chunks(columns.numel, config.block_size, columns.lengths, columns.edges, most=config.chunks)
     chunks = []
-    for number, columns in enumerate(column_chunks(numel, config.block_size, parameters, most=config.chunks)):
-        size, starts = columns.at.stop - columns.at.start, columns.block_starts
+    for number, part in enumerate(cut, first_number):
+        size, starts = part.at.stop - part.at.start, part.block_starts
         kept = make_codec(kept_name, dtype, config.block_size).with_block_starts(starts)
         received, difference = kept, None
-        on_hop = partial(HopCodec, wire.ledger, wire.unit, "all_gather")
         if received_name != kept_name:
             received = make_codec(received_name, dtype, config.block_size).with_block_starts(starts)
         if takes_differences:
             codec = BlockCodec(BlockFormat(4, config.block_size), starts)
             difference = on_hop(hops[0].name, "int4", codec, size)
+        places = []
+        for stretch in columns.stretches:
+            first, last = max(stretch.at.start, part.at.start), min(stretch.at.stop, part.at.stop)
+            if first < last:
+                alone, at = received.part(size, first - part.at.start, last - part.at.start)
+                place = on_hop(received_on, received_name, alone, last - first)
+                places.append(Place(at, stretch.columns_of(first, last), place))
         chunks.append(
             GatherChunk(
                 number,
-                columns.at,
+                part.at,
                 sent=on_hop(hops[0].name, kept_name, kept, size),
                 received=on_hop(received_on, received_name, received, size),
+                places=tuple(places),
                 kept=on_hop(NODE_SHARD, kept_name, kept, size),
                 difference=difference,
             )
@@ -199,9 +220,14 @@ def gather_chunks(
     return tuple(chunks)
 
 
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether it can be encoded: not integers, and not the raw bytes of something that FSDP2 packs itself."""
+    return dtype in QUANTIZABLE_DTYPES
+
+
 def kept_codec_name(hops: tuple[Hop, ...], config: Config, dtype: torch.dtype) -> CodecName:
     """Codec of the node shard; without one, of the only hop."""
-    if dtype not in QUANTIZABLE_DTYPES:
+    if not is_float(dtype):
         return "none"
     if config.weights != "delta-int4":
         return config.weights

@@ -41,7 +41,7 @@ from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
 from .feedback import Feedback, warn_not_used
-from .layout import HopCodec, Layouts, Leg, ReduceChunk, reduce_chunks
+from .layout import HopCodec, Leg, ReduceChunk, ReduceLayouts, reduce_chunks
 from .pipeline import run_pipelined
 from .ring import reduce_scatter_bf16
 from .wire import Wire
@@ -116,7 +116,7 @@ class ReduceScatter:
         self.feedback = Feedback(wire.unit) if config.error_feedback and self.can_defer else None
         self.calls = 0
         """Reductions so far; numbers the noise of stochastic rounding."""
-        self.sync_across, self._flushing = True, False
+        self.sync_across, self._counts_baseline, self._flushing = True, True, False
         self.pending: Tensor | None = None
         """See [Note: Accumulation]. [N, S], as Config.gradients_pending says."""
         self._pending_dtype = torch.float32 if config.gradients_pending == "fp32" else torch.bfloat16
@@ -124,7 +124,7 @@ class ReduceScatter:
         self._row_order = wire.topology.row_order if len(hops) == 2 else None
         self._recodes = len(hops) == 2 and all(self.codec_names[hop.name] in INTEGERS for hop in hops)
         self._noise_keys: dict[str, int] = {}
-        self._layouts = Layouts(partial(reduce_chunks, wire, hops, config, self.codec_names))
+        self._layouts = ReduceLayouts(partial(reduce_chunks, wire, hops, config, self.codec_names))
 
     @property
     def can_defer(self) -> bool:
@@ -170,9 +170,10 @@ class ReduceScatter:
         elif state["feedback"]:
             warn_not_used(self.wire.unit)
 
-    def set_sync_across(self, sync_across: bool) -> None:
-        """Whether the next reductions go across nodes; see [Note: Accumulation]."""
-        self.sync_across = sync_across
+    def set_sync_across(self, sync_across: bool, counts_baseline: bool = True) -> None:
+        """Whether the next reductions go across nodes; see [Note: Accumulation]. counts_baseline: whether
+        FSDP2 would have reduced those that do not."""
+        self.sync_across, self._counts_baseline = sync_across, sync_across or counts_baseline
 
     def drop_pending(self) -> None:
         """Forget what has been put off."""
@@ -190,7 +191,7 @@ class ReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         world_size, dtype = self.wire.topology.size, input_tensor.dtype
-        if not self._flushing:
+        if self._counts_baseline and not self._flushing:
             self.wire.count_baseline("reduce_scatter", output_tensor.numel())
         flat_as_it_is = self.hops[0].name == "flat" and self.codec_names["flat"] == "none"
         if flat_as_it_is or dtype not in QUANTIZABLE_DTYPES:

@@ -31,6 +31,11 @@ class Codec(ABC):
         return self  # no blocks
 
     @abstractmethod
+    def part(self, numel: int, first: int, last: int) -> tuple[Codec, slice]:
+        """For columns `first` to `last` of rows of `numel` elements: the codec that decodes them alone, and
+        their bytes in an encoded row. If there are blocks, one must start at each of both."""
+
+    @abstractmethod
     def encode(
         self,
         source: Tensor,
@@ -63,6 +68,9 @@ class CastCodec(Codec):
 
     def row_bytes(self, numel: int) -> int:
         return align(numel * self.wire_dtype.itemsize)
+
+    def part(self, numel: int, first: int, last: int) -> tuple[CastCodec, slice]:
+        return self, slice(first * self.wire_dtype.itemsize, last * self.wire_dtype.itemsize)
 
     def encode(
         self,
@@ -120,6 +128,11 @@ class BlockCodec(Codec):
 
     def with_block_starts(self, starts: tuple[int, ...]) -> BlockCodec:
         return BlockCodec(self.fmt, starts)
+
+    def part(self, numel: int, first: int, last: int) -> tuple[BlockCodec, slice]:
+        inside = [at for columns, at in self._parts(numel) if first <= columns.start and columns.stop <= last]
+        starts = tuple(start - first for start in self.block_starts if first < start < last)
+        return self.with_block_starts(starts), slice(inside[0].start, inside[-1].stop)
 
     @property
     def unrotated(self) -> BlockCodec:

@@ -135,13 +135,9 @@ class _Loop:
             return []
         # The same on every rank: what zeropp keeps belongs to ranks, so it is of use to as many as saved it.
         kept = self.checkpoints.load_kept(checkpoint) if state["ranks"] == self.world.size else None
-        if self.world.sum(float(kept is None))[0]:
-            return [
-                "no state of zeropp for these ranks: weights are sent anew, and kept errors start at zero"
-            ]
-        assert kept is not None
-        self.trainer.zpp.load_state_dict(kept)
-        return []
+        if self.trainer.zpp.load_state_dict(kept):
+            return []
+        return ["no state of zeropp for these ranks: weights are sent anew, and kept errors start at zero"]
 
     def _info(self) -> RunInfo:
         return RunInfo(

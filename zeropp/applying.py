@@ -1,0 +1,93 @@
+"""`apply`: zeropp on a model, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+
+from .comm import Alarm, Ledger, Scratch
+from .config import Config
+from .fsdp import Unit, find_units
+from .handle import ZeroPP
+from .kept import Kept
+from .unit_comms import check_configs, choose_configs, decide_comms
+
+logger = logging.getLogger("zeropp")
+
+
+def apply(
+    model: nn.Module, config: Config | None = None, *, overrides: Mapping[str, Config] | None = None
+) -> ZeroPP:
+    """Replace what FSDP2 sends for `model` by ZeRO++. Works in place; call it on every rank.
+
+    Args:
+        model: a module that `fully_shard` has been applied to, in whatever way.
+        config: what to send; the default is `Config()`.
+        overrides: other Configs for units whose name matches a pattern (as in a shell: `layers.*`); the
+            first pattern that matches counts.
+
+    Applying the same again returns the same `ZeroPP`; applying something else replaces it. After FSDP2's
+    `set_separate_reduce_scatter_group`, apply again: process groups for hops are made here.
+    """
+    config = Config() if config is None else config
+    overrides = dict(overrides or {})
+    check_configs(config, overrides)
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group() and "
+            "fully_shard() before zeropp.apply()"
+        )
+    units = find_units(model)
+    if not units:
+        raise ValueError(
+            f"{type(model).__name__} has no parameters sharded by FSDP2; call "
+            "torch.distributed.fsdp.fully_shard() on its blocks and on itself before zeropp.apply()"
+        )
+    previous = _previous(units)
+    same = previous is not None and (previous.config, previous.overrides) == (config, overrides)
+    if previous is not None and same and all(comms.has_its_groups for comms in previous.unit_comms):
+        return previous
+    # Everything that can fail comes before the first change to the model.
+    ledger, scratch, alarm = Ledger(), Scratch(), Alarm()
+    chosen = choose_configs(units, config, overrides)
+    unit_comms = [decide_comms(unit, chosen[unit], ledger, scratch, alarm) for unit in units]
+    if previous is not None:
+        previous.remove()
+    zpp = ZeroPP(model, config, overrides, unit_comms, ledger, scratch, alarm)
+    zpp.install()
+    _log(zpp)
+    zpp.warn_if_large(sum((replace(comms.will_keep(), pending=0) for comms in unit_comms), Kept()))
+    return zpp
+
+
+def _previous(units: list[Unit]) -> ZeroPP | None:
+    """The ZeroPP that these units are under; it must be of exactly these units."""
+    owners = {id(comm.owner): comm.owner for unit in units if (comm := unit.installed()) is not None}
+    for owner in owners.values():
+        theirs = [comms.unit for comms in owner.unit_comms]
+        same = len(theirs) == len(units) and all(unit.shares_parameters_with(theirs) for unit in units)
+        if not same:
+            raise ValueError(
+                "zeropp is already applied to another module that shares units with this one (its units: "
+                f"{', '.join(unit.name for unit in theirs)}); call remove() on what that apply() returned"
+            )
+    return next(iter(owners.values()), None)
+
+
+def _log(zpp: ZeroPP) -> None:
+    """The first rank of each unit's group says what became of the unit."""
+    for comms in zpp.unit_comms:
+        row, group = comms.describe(), comms.unit.group
+        if group is not None and group.rank() != 0:
+            continue
+        if comms.left_alone:
+            logger.warning("zeropp: unit %(unit)s %(notes)s", row)
+        else:
+            logger.info(
+                "zeropp: unit %(unit)s, %(nodes)s: weights %(weights)s, gradients %(gradients)s. %(notes)s",
+                row,
+            )

@@ -1,0 +1,175 @@
+"""How one group of weights is gathered: encode, gather across nodes, keep, gather inside the node, decode.
+
+    packed shard [S] --encode--> [1, E]
+      hop A, across:      [1, E] --all-gather over the N ranks of the rail--> node shard [N, E]
+      hop B, in-node:  [N, E] --all-gather over the n ranks of the node------> [n, N, E]
+    [n, N, E] --decode, row (l, i) to the slot of its rank--> the group's columns of full [W, S]
+
+E is the row in wire bytes: payload and scales in one. The node shard is what hpZ calls the secondary
+partition: while it is fresh, a gather is hop B alone, and decodes the very same bytes. On one node, or with
+one rank a node, or on the flat route, there is one hop.
+
+With weights="delta-int4" the node shard is in 16 bits, hop A brings it up to date by differences (see
+differences.py), and hop B sends it as `delta_in_node` says.
+
+[Note: Own slot]
+FSDP2 passes `input_tensor` as a view into `output_tensor`. The rank's own slot is overwritten with the
+decoded values like any other: all ranks must compute with the same weights. So whatever needs the shard
+itself must come before the first chunk is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..config import Config
+from ..topology import Hop
+from .column_groups import ColumnGroup, columns_as
+from .differences import send_difference
+from .layout import GatherChunk, Place, gather_chunks
+from .node_shard import NodeShard, Send, fingerprint
+from .wire import Wire
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What one gather works with."""
+
+    shard: Tensor
+    """Packed, [S]."""
+    out: Tensor
+    """The whole buffer [W, S] of the unit."""
+    send: Send
+    group: ProcessGroup
+
+
+class GroupGather:
+    """Gathers one group of a unit's weights, and keeps its node shard."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        hops: tuple[Hop, ...],
+        config: Config,
+        columns: ColumnGroup,
+        first_chunk: int = 0,
+        versions: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
+        self.wire = wire
+        self.hops = hops
+        self.columns = columns
+        self.chunks = gather_chunks(wire, hops, config, columns, first_chunk)
+        self.node_shard: NodeShard | None = None
+        if config.secondary and hops[0].name == "across":
+            self.node_shard = NodeShard(
+                wire.unit,
+                takes_differences=config.weights == "delta-int4",
+                refresh_every=config.refresh_every,
+                weights_version=lambda: self._version(versions()),
+            )
+        self._row_order = wire.topology.row_order if len(hops) == 2 else None
+
+    @property
+    def node_shard_bytes(self) -> int:
+        """What the node shard takes once it is filled."""
+        if self.node_shard is None:
+            return 0
+        return sum(self.hops[0].size * chunk.sent.row_bytes for chunk in self.chunks)
+
+    @contextmanager
+    def gathering(self, shard: Tensor, out: Tensor, group: ProcessGroup) -> Iterator[Gathering]:
+        """Around the gather of a unit's shard [S] to out [W, S]: decides what is sent, and notes that it was.
+
+        Entered before the first chunk of any group is decoded: see [Note: Own slot].
+        """
+        packed, kept = self.columns.pack(shard), self.node_shard
+        if kept is None:
+            yield Gathering(packed, out, Send.WEIGHTS, group)
+            return
+        with kept.in_use(shard.device):
+            kept.notice_operations()
+            send = kept.next_send
+            if send is Send.NOTHING:
+                kept.check(packed, self.wire.alarm)
+            source = None if send is Send.NOTHING else fingerprint(packed)
+            kept.raise_unless_restored_fits([chunk.sent.row_bytes for chunk in self.chunks])
+            yield Gathering(packed, out, send, group)
+            kept.gathered(send, source)
+
+    def gather(self, gathering: Gathering, chunk: GatherChunk) -> Generator[None]:
+        """Gather one chunk: its columns of this rank's packed shard [S] -> those of out [W, S]."""
+        wire, first, kept = self.wire, self.hops[0], self.node_shard
+        shard, send, group = gathering.shard[chunk.at], gathering.send, gathering.group
+        size, device, member = (first.size, chunk.sent.row_bytes), shard.device, wire.member(first)
+        restored = None
+        if kept is None:
+            encoded = wire.scratch.take(f"all_gather.encoded.{chunk.number}", *size, device=device)
+        else:
+            encoded = kept.buffer(chunk.number, *size, device)  # [N, E]
+            restored = kept.restored_row(chunk.number)
+        if restored is not None:
+            encoded[member].copy_(restored)
+            yield from wire.all_gather(first, group, encoded)
+        if send is Send.DIFFERENCE and chunk.difference is not None:
+            yield from send_difference(wire, first, group, chunk, shard, encoded)
+        elif send is not Send.NOTHING:
+            with wire.label("all_gather", "encode"):
+                chunk.sent.encode(shard.view(1, -1), encoded[member : member + 1])
+            yield from wire.all_gather(first, group, encoded)
+        if len(self.hops) == 2:
+            if chunk.encodes_for_node:
+                encoded = self._encode_for_node(chunk, encoded)
+            encoded = yield from self._gather_in_node(chunk, encoded, group)
+        with wire.label("all_gather", "decode"):
+            for place in chunk.places:
+                self._decode(place, encoded, gathering.out)
+
+    def _encode_for_node(self, chunk: GatherChunk, kept: Tensor) -> Tensor:
+        """With differences: the node shard [N, E16] as hop B sends it."""
+        take, rows, device = self.wire.scratch.take, len(kept), kept.device
+        with self.wire.label("all_gather", "encode"):
+            size = (rows, chunk.kept.numel)
+            values = take("all_gather.reference", *size, dtype=torch.float32, device=device)
+            chunk.kept.decode(kept, values)
+            encoded = take(
+                f"all_gather.for_node.{chunk.number}", rows, chunk.received.row_bytes, device=device
+            )
+            chunk.received.encode(values, encoded)
+        return encoded
+
+    def _gather_in_node(
+        self, chunk: GatherChunk, encoded: Tensor, group: ProcessGroup
+    ) -> Generator[None, None, Tensor]:
+        """Hop B: encoded [N, E] of every rank of the node -> [W, E]."""
+        hop, (nodes, row_bytes) = self.hops[1], encoded.shape
+        tag, rows = f"all_gather.gathered.{chunk.number}", hop.size * nodes
+        gathered = self.wire.scratch.take(tag, rows, row_bytes, device=encoded.device)
+        by_local = gathered.view(hop.size, nodes, row_bytes)
+        by_local[self.wire.member(hop)].copy_(encoded)
+        yield from self.wire.all_gather(hop, group, by_local)
+        return gathered
+
+    def _decode(self, place: Place, encoded: Tensor, out: Tensor) -> None:
+        """encoded [W, E] -> the columns of out [W, S] that the place names."""
+        encoded, columns = encoded[:, place.at], out[:, place.columns]
+        elements = columns_as(self.columns.dtype, columns)
+        if elements is not None:
+            place.codec.decode(encoded, elements, self._row_order)
+            return
+        # Bytes of mixed dtypes, at an address where no element of this one may begin.
+        size = (len(out), place.codec.numel)
+        elements = self.wire.scratch.take(
+            "all_gather.elements", *size, dtype=self.columns.dtype, device=out.device
+        )
+        place.codec.decode(encoded, elements, self._row_order)
+        columns.copy_(elements.view(out.dtype))
+
+    def _version(self, versions: Sequence[int]) -> list[int]:
+        members = self.columns.members
+        return [version for index, version in enumerate(versions) if members is None or index in members]
