@@ -10,6 +10,7 @@ ELSEWHERE = {
     "bench/rank_process": "bench/test_ranks",
     "comm/layout": "comm/test_reduce_scatter",  # chunks and codecs of every Config and world
     "comm/wire": "comm/test_all_gather",  # hops, and what they count
+    "applying": "test_handle",  # what apply returns, and refuses
     "kept": "test_accumulation",  # against the memory that is there
     "plan/catalog": "plan/test_hardware",
     "plan/result": "report/test_plan",

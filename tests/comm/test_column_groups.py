@@ -90,5 +90,5 @@ def test_a_group_is_split_by_what_was_trained_at_some_time() -> None:
     assert not whole.is_split_by((False, False, False))
     assert whole.is_split_by((False, True, False))
     groups = column_groups(weights, [(True, False, False), (False, True, False)], 6, torch.float32)
-    assert [group.members for group in groups] == [{0}, {1}, {2}]
+    assert [group.members for group in groups] == [frozenset({number}) for number in range(3)]
     assert not any(group.is_split_by((False, True, True)) for group in groups)

@@ -31,14 +31,15 @@ def make_llama(dtype: torch.dtype = torch.float32, hidden: int = 64, layers: int
         max_position_embeddings=64,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return model.to(dtype)  # type: ignore[no-any-return]
 
 
 def with_lora(model: nn.Module, **options: Any) -> nn.Module:
     """Adapters of rank 8 on all linear layers, in fp32, as PEFT makes them."""
     torch.manual_seed(1)
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **options)
-    return get_peft_model(model, config)  # type: ignore[arg-type]
+    return get_peft_model(model, config)
 
 
 def tokens(step: int, sequences: int = 2, length: int = 16) -> Tensor:

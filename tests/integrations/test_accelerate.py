@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
 
 import zeropp
 from tests.configs import CONFIGS
@@ -31,7 +35,7 @@ class Run:
         accumulate: int = 1,
     ) -> None:
         self.accelerator = make_accelerator(gradient_accumulation_steps=accumulate)
-        model = make_llama(dtype, hidden=64 if lora is None else 128)
+        model: nn.Module = make_llama(dtype, hidden=64 if lora is None else 128)
         if lora is not None:
             model = with_lora(model, **lora)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -91,7 +95,7 @@ def _accumulate() -> tuple[float, float, int]:
 
 def test_no_sync_accumulates_inside_the_node(ranks: Ranks) -> None:
     for sent, baseline, held in ranks.run(_accumulate):
-        assert sent < 0.85
+        assert 0.5 < sent < 0.85
         assert baseline == pytest.approx(1.5, rel=0.05)  # one ring of 2 bytes over 4 ranks
         assert held == 0
 
@@ -215,12 +219,7 @@ def test_several_adapters_and_a_reference_without_them(ranks: Ranks) -> None:
 
 
 def _bad_accelerator() -> str:
-    from accelerate import Accelerator
-
     make_accelerator()
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
     for shared in (PartialState._shared_state, AcceleratorState._shared_state):
         shared["distributed_type"] = DistributedType.MULTI_CPU
     with pytest.raises(ValueError, match="FullyShardedDataParallelPlugin") as error:

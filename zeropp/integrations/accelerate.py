@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate import Accelerator
 from torch import nn
 
 from .. import Config, ZeroPP, apply

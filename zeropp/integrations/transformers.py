@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
