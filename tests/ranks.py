@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -106,7 +107,12 @@ def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | N
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
+    imported = 0
     while True:
+        gc.collect()  # models of the last job, with their hooks
+        if len(sys.modules) > imported:  # looking at all that modules are made of takes a quarter second
+            imported = len(sys.modules)
+            gc.freeze()
         try:
             rank, function, args, world, store, timeout, env = connection.recv()
         except EOFError:
@@ -114,7 +120,6 @@ def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | N
         old = {name: os.environ.get(name) for name in env}
         os.environ.update(env)
         try:
-            gc.collect()  # models of the last job, with their hooks
             torch.manual_seed(0)
             dist.init_process_group(
                 backend,
