@@ -312,3 +312,32 @@ def test_fsdp2_accumulates_beside_error_feedback(ranks: Ranks, name: str) -> Non
     assert not error
     for key, gradient in plain.items():
         assert (ours[key] - gradient).norm() < 0.05 * gradient.norm()
+
+
+def _assigned() -> tuple[str | None, str | None, bool]:
+    """A model on the meta device that a loader fills by assigning parameters to modules, after `apply`."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(net)
+    zpp = zeropp.apply(net, zeropp.Config(node_size=2))
+    before = zpp.unit_comms[0].unit.frozen
+    for module in net:
+        for name, p in list(module.named_parameters()):
+            loaded = torch.empty_like(p, device="cpu").fill_(0.5)
+            setattr(module, name, nn.Parameter(loaded, requires_grad=False))
+    output = net(torch.ones(2, 8))
+    return before, zpp.unit_comms[0].unit.frozen, bool(output.isfinite().all())
+
+
+def test_parameters_that_a_loader_assigns_are_looked_at_anew(ranks: Ranks) -> None:
+    assert ranks.run(_assigned) == [(None, "frozen", True)] * 4
+
+
+def test_a_unit_of_many_modules_has_a_short_label(ranks: Ranks) -> None:
+    assert ranks.run(_label) == ["0 and 3 more"] * 4
+
+
+def _label() -> str:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    fully_shard(list(net))
+    return zeropp.apply(net, zeropp.Config(node_size=2)).unit_comms[0].describe()["unit"]

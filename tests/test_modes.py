@@ -190,21 +190,24 @@ def test_tensor_parallel_on_a_2d_mesh(ranks: Ranks, world: int, tp: int, node_si
 
 
 def _mixed_dtypes() -> dict[str, Any]:
-    """A unit that FSDP2 gathers as raw bytes: exact weights, kept in the node, and compressed gradients."""
+    """A unit that FSDP2 gathers as raw bytes: each dtype is encoded by itself, and kept in the node."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False))
-    first = cast(nn.Linear, model[0])
-    exact = first.weight.detach().clone()
+    model = nn.Sequential(nn.Linear(63, 8), nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False))
+    first, second = cast(list[nn.Linear], list(model))
+    exact = [linear.weight.detach().float().clone() for linear in (first, second)]
     fully_shard(model)
     zpp = zeropp.apply(model, ON_2X2)
-    cast(FSDPModule, model).unshard()
-    same = torch.equal(first.weight, exact)
-    cast(FSDPModule, model).reshard()
-    for _ in range(2):
+    errors = []
+    for _ in range(3):
         cast(FSDPModule, model).unshard()
+        weights = [linear.weight.detach().float() for linear in (first, second)]
+        errors += [float((x - y).abs().max() / y.abs().max()) for x, y in zip(weights, exact, strict=True)]
         cast(FSDPModule, model).reshard()
-    return {"same": same, "across": zpp.ledger.total(hop="across").calls}
+    return {"errors": errors, "across": zpp.ledger.total(hop="across").calls}
 
 
-def test_mixed_dtypes_are_exact_and_kept(ranks: Ranks) -> None:
-    assert ranks.run(_mixed_dtypes) == [{"same": True, "across": 1}] * 4
+def test_mixed_dtypes_are_encoded_each_by_itself(ranks: Ranks) -> None:
+    for result in ranks.run(_mixed_dtypes):
+        assert all(0 < error < 0.006 for error in result["errors"])  # half a step of int8, and bf16
+        assert len(set(result["errors"])) == 2
+        assert result["across"] == 2  # each group once

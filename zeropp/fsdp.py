@@ -50,6 +50,12 @@ class Unit:
         return ", ".join(self.names)
 
     @property
+    def label(self) -> str:
+        """A name that fits into a table."""
+        others = len(self.names) - 1
+        return f"{self.names[0]} and {others} more" if others > 1 else self.name
+
+    @property
     def group(self) -> ProcessGroup | None:
         """The ranks that the unit is sharded over; None if it is only replicated."""
         mesh = self._param_groups[0].mesh_info

@@ -75,7 +75,7 @@ class ZeroPP:
         rows = [comms.describe() for comms in self.unit_comms]
         table = Table(title=f"zeropp on {len(rows)} units")
         for column in rows[0]:
-            table.add_column(column, justify="right" if column in NUMBERS else "left")
+            table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
         for row in rows:
             table.add_row(*row.values())
         return render(table)

@@ -168,7 +168,7 @@ class UnitComms:
 
     def describe(self) -> dict[str, str]:
         """What the unit sends, in words; the columns of `ZeroPP.summary`."""
-        row = {"unit": self.unit.name, "parameters": f"{sum(p.numel() for p in self.unit.params):,}"}
+        row = {"unit": self.unit.label, "parameters": f"{sum(p.numel() for p in self.unit.params):,}"}
         if self.pair is None or self.topology is None:
             why = f"left alone: {self.left_alone}" if self.left_alone else "removed"
             return row | {

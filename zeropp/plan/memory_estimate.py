@@ -72,8 +72,12 @@ class LiveStorages:
     @property
     def resized_bytes(self) -> int:
         """Bytes of the storages that change their size: the gathered weights."""
-        alive = [storage for ref in self._resized.values() if (storage := ref()) is not None]
-        return sum(storage.nbytes() for storage in alive)
+        total = 0
+        for ref in self._resized.values():
+            storage = ref()
+            if storage is not None:
+                total += storage.nbytes()
+        return total
 
     def see(self, tensor: Tensor) -> None:
         """An operation has returned this tensor."""
