@@ -2,6 +2,8 @@
 
     python -m tests.lab.steps FOLDER CONFIG... [--steps N] [--timeout SECONDS]
 
+A config is one of CONFIGS, or one of LORA with the default.
+
 Each rank writes FOLDER/<rank>.json: for every config the losses, the seconds of every step, what the ledger
 counted and what the node's interface sent, between the end of the first step and the end of the last.
 """
@@ -28,6 +30,7 @@ CONFIGS = {
     "four_bit": zeropp.Config.four_bit(),
     "wire16": zeropp.Config.wire16(),
 }
+LORA = {"lora-fp32": torch.float32, "lora-bf16": torch.bfloat16}
 WIDTH = 384
 
 
@@ -52,20 +55,40 @@ def sent_bytes_between_steps() -> int:
     return sent
 
 
-def train(config: zeropp.Config, steps: int) -> dict[str, Any]:
+class Layers(nn.Sequential):
+    """Linear layers that learn to copy."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        self.blocks = list(self)
+
+    def loss(self, generator: torch.Generator) -> torch.Tensor:
+        x = torch.randn(16, WIDTH, generator=generator)
+        return (self(x) - x).square().mean()  # type: ignore[no-any-return]
+
+
+def make_model(name: str) -> Any:
+    if name not in LORA:
+        return Layers()
+    from tests.lab.lora import Lora  # here, because what it needs takes seconds to import
+
+    return Lora(LORA[name])
+
+
+def train(name: str, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-    for layer in model:
-        fully_shard(layer)
+    model = make_model(name)
+    for block in model.blocks:
+        fully_shard(block)
     fully_shard(model)
-    zpp = zeropp.apply(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    zpp = zeropp.apply(model, CONFIGS.get(name, zeropp.Config()))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses, seconds, sent = [], [], 0
     for step in range(steps):
         started = time.monotonic()
-        x = torch.randn(16, WIDTH, generator=generator)
-        loss = (model(x) - x).square().mean()
+        loss = model.loss(generator)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -80,7 +103,7 @@ def train(config: zeropp.Config, steps: int) -> dict[str, Any]:
         "seconds": seconds,
         "ledger_bytes": zpp.ledger.total().across_bytes,
         "counter_bytes": sent_bytes_between_steps() - sent,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in trained),
     }
 
 
@@ -88,7 +111,7 @@ def main() -> None:
     options = tyro.cli(Options)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
-    results = {name: train(CONFIGS[name], options.steps) for name in options.configs}
+    results = {name: train(name, options.steps) for name in options.configs}
     (options.folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ from zeropp.lab.job import OnLine
 
 Results = list[dict[str, dict[str, Any]]]
 ROOT = Path(__file__).parents[2]
+NAMES = ("default", "four_bit", "wire16", "lora-fp32", "lora-bf16")
 
 
 def train(
@@ -40,12 +41,12 @@ def train(
 def good(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All configs on links without faults."""
     with Cluster(nodes=2, ranks_per_node=2, link="1gbit") as cluster:
-        result, results = train(cluster, tmp_path_factory.mktemp("good"), "default", "four_bit", "wire16")
+        result, results = train(cluster, tmp_path_factory.mktemp("good"), *NAMES)
     result.check()
     return results
 
 
-@pytest.mark.parametrize("config", ["default", "four_bit", "wire16"])
+@pytest.mark.parametrize("config", NAMES)
 def test_counters_and_ledger_agree_within_five_percent(good: Results, config: str) -> None:
     for node in (0, 1):
         ranks = [good[rank][config] for rank in (2 * node, 2 * node + 1)]
@@ -61,6 +62,8 @@ def test_bytes_per_node_and_parameter(good: Results) -> None:
     assert per_parameter["default"] < 0.80
     assert per_parameter["four_bit"] < 0.55
     assert 4.5 < per_parameter["wire16"] < 4.65  # three rings of 3/4 of the model in 16 bits, and headers
+    assert per_parameter["lora-fp32"] < 1.0  # for each parameter that is trained
+    assert per_parameter["lora-bf16"] < 1.0
 
 
 def test_loss_and_delay_change_no_bit(good: Results, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from zeropp.lab import JobError
-from zeropp.train.demo import Lab, LocalRanks, find_place, steps_done
+from zeropp.train.demo import Lab, LocalRanks, find_place, run_demo, steps_done
 from zeropp.train.metrics import FILE_NAME
 
 SCRIPT = """
@@ -41,3 +42,39 @@ def test_steps_are_counted_while_a_run_goes_on(tmp_path: Path) -> None:
     assert steps_done(tmp_path) == 0
     (tmp_path / FILE_NAME).write_text('{"kind": "start"}\n{"kind": "step", "step": 1}\n{"kind": "step", "st')
     assert steps_done(tmp_path) == 2
+
+
+class _Nowhere:
+    """Counts runs instead of making them."""
+
+    description = "nowhere"
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, program: Sequence[str], each_second: Callable[[], None]) -> None:
+        self.runs += 1
+
+
+def test_nothing_is_deleted_that_no_demonstration_has_made(tmp_path: Path) -> None:
+    """`--folder .` in a clone: the package is called zeropp, like one of the runs."""
+    package, place = tmp_path / "zeropp" / "__init__.py", _Nowhere()
+    package.parent.mkdir()
+    package.touch()
+    with pytest.raises(ValueError, match="zeropp is not of an earlier demonstration"):
+        run_demo(tmp_path, 1, place, lambda *_: None)
+    assert package.exists()
+    assert not (tmp_path / "plain-FSDP2").exists()
+    assert place.runs == 0
+    package.unlink()
+    folders = run_demo(tmp_path, 1, place, lambda *_: None)
+    left_over = folders["zeropp"] / "metrics"
+    left_over.touch()
+    run_demo(tmp_path, 1, place, lambda *_: None)  # replaces what it has made
+    assert place.runs == 4
+    assert not left_over.exists()
+    package.parent.joinpath(".zeropp-demo").unlink()
+    package.parent.rmdir()
+    package.parent.touch()
+    with pytest.raises(ValueError, match="zeropp is a file"):
+        run_demo(tmp_path, 1, place, lambda *_: None)

@@ -27,6 +27,9 @@ SIZE = ("--model.layers", "3", "--model.width", "128", "--model.heads", "4", "--
 PRECISION = ("--model.precision", "fp32")
 """Some CPUs compute in bf16, and FSDP2 sends what it computes with: the table must say the same on all."""
 
+MARK = ".zeropp-demo"
+"""A file in each folder that a demonstration has made."""
+
 Progress = Callable[[str, int], None]
 """Told the name of a run and how many steps it has done."""
 
@@ -96,8 +99,12 @@ def find_place(link: str) -> Iterator[Place]:
 def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict[str, Path]:
     """Train both, anew; returns the folder of each."""
     folders = {name: folder / name.replace(" ", "-") for name in RUNS}
+    for run_folder in folders.values():
+        _raise_unless_ours(run_folder)
     for name, run_folder in folders.items():
         shutil.rmtree(run_folder, ignore_errors=True)  # of an earlier demonstration
+        run_folder.mkdir(parents=True)
+        (run_folder / MARK).touch()
         program = [
             "-m",
             "zeropp",
@@ -113,6 +120,18 @@ def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict
         place.run(program, lambda name=name, path=run_folder: progress(name, steps_done(path)))  # type: ignore[misc]
         progress(name, steps)
     return folders
+
+
+def _raise_unless_ours(folder: Path) -> None:
+    """Nothing is deleted that no demonstration has made: `--folder .` in a clone has the package in it."""
+    is_ours = any((folder / name).is_file() for name in (MARK, FILE_NAME))
+    if folder.is_dir() and any(folder.iterdir()) and not is_ours:
+        raise ValueError(
+            f"{folder} is not of an earlier demonstration, and would be replaced; expected a --folder for "
+            "the demonstration alone, like runs/demo"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a --folder for the demonstration alone")
 
 
 def steps_done(folder: Path) -> int:
