@@ -214,7 +214,7 @@ def test_the_log_says_what_each_unit_sends(ranks: Ranks) -> None:
     assert (
         "INFO",
         "zeropp: unit blocks.0, 2 nodes x 2 ranks: weights int8 across -> int8 in-node, "
-        "gradients int8 in-node -> int4 across. ",
+        "gradients int8 in-node -> int4 across, rotated. ",
     ) in first
     assert [level for level, _ in first] == ["INFO"] * 6
     assert others == [[], [], []]

@@ -189,7 +189,8 @@ class UnitComms:
             "pending": f"{will_keep.pending:,}",
             "gradients": " -> ".join(
                 f"{gradients.codec_names[hop.name]} {hop.name}" for hop in gradients.hops
-            ),
+            )
+            + (", rotated" if self.config.rotates else ""),
             "notes": "; ".join(self.remarks),
         }
 

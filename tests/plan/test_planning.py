@@ -4,10 +4,11 @@ from collections import Counter
 
 import pytest
 
+from zeropp.bench.workload import Workload
 from zeropp.plan import recommend as recommending
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.hardware import Hardware
-from zeropp.plan.models import resolve
+from zeropp.plan.models import Model, resolve
 from zeropp.plan.planning import make_plan
 from zeropp.plan.recommend import find_compared, sensible_strategies
 from zeropp.plan.scenario import Scenario
@@ -15,6 +16,7 @@ from zeropp.plan.timeline import Timeline, simulate
 from zeropp.plan.trace import Trace
 
 SCENARIO = Scenario(resolve("tiny"), 2, 2, sequence=32)
+SHALLOW = Scenario(Model("shallow", Workload(layers=2, width=64, context=32).build_model), 2, 2, sequence=32)
 SLOW = find_hardware("a100-100g").changed(link_gbit_s=1.0)
 
 
@@ -27,7 +29,7 @@ def test_advice_compares_all_strategies_and_lays_out_each_once(monkeypatch: pyte
 
     monkeypatch.setattr(recommending, "simulate", counted)
     dry_runs: list[str] = []
-    plan = make_plan(SCENARIO, SLOW, find_compared("fsdp2"), advise=True, on_progress=dry_runs.append)
+    plan = make_plan(SHALLOW, SLOW, find_compared("fsdp2"), advise=True, on_progress=dry_runs.append)
     strategies = sensible_strategies(2, 2, 1)
     assert {planned.strategy for planned in plan.strategies} == set(strategies)
     assert [laid_out[id(planned.timeline.trace)] for planned in plan.strategies] == [1] * len(strategies)
