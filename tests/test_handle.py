@@ -50,7 +50,7 @@ def _bad_inputs() -> dict[str, str]:
         "late": error_of(zeropp.apply, net, ON_2X2, overrides={"blocks.1": zeropp.Config(node_size=3)}),
     }
     assert comm_types(net) == {"DefaultAllGather"}  # nothing was half applied
-    assert not watching
+    assert not watching()
     return errors
 
 
@@ -98,16 +98,16 @@ def _apply_again() -> None:
     load_hooks = [len(m._load_state_dict_post_hooks) for m in net.modules()]
     first = zeropp.apply(net, ON_2X2)
     assert zeropp.apply(net, ON_2X2) is first
-    assert len(watching) == 1
+    assert len(watching()) == 1
     second = zeropp.apply(net, zeropp.Config.paper(node_size=2))
     assert second is not first
-    assert len(watching) == 1
+    assert len(watching()) == 1
     assert "removed" in first.summary()
     assert "already applied to another module" in error_of(zeropp.apply, net.blocks[0], ON_2X2)
     second.remove()
     second.remove()
     assert comm_types(net) == {"DefaultAllGather"}
-    assert not watching
+    assert not watching()
     assert [len(m._load_state_dict_post_hooks) for m in net.modules()] == load_hooks
     part = zeropp.apply(net.blocks[0], ON_2X2)
     assert "already applied to another module" in error_of(zeropp.apply, net, ON_2X2)
@@ -157,14 +157,14 @@ def _lifetime() -> None:
     zpp = zeropp.apply(net, ON_2X2)
     loss_of(net, next(batches())).backward()  # type: ignore[no-untyped-call]
     gone = weakref.ref(zpp)
-    assert watching
+    assert watching()
     del zpp
     gc.collect()
     assert gone() is not None  # the model still needs it
     del net
     gc.collect()
     assert gone() is None
-    assert not watching
+    assert not watching()
 
 
 def test_everything_goes_with_the_model(ranks: Ranks) -> None:

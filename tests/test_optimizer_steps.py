@@ -207,7 +207,7 @@ def test_a_model_that_goes_in_the_middle_of_a_step_of_another_one() -> None:
     gc.collect()  # owners that earlier tests have left
     steps = OptimizerSteps([], Alarm())
     handles = steps.register()
-    assert len(watching) == 1
+    assert len(watching()) == 1
     cycle: list[Any] = [steps]
     cycle.append(cycle)
     del steps, cycle
@@ -218,6 +218,6 @@ def test_a_model_that_goes_in_the_middle_of_a_step_of_another_one() -> None:
     finally:
         collect.remove()
         later.remove()
-    assert not watching
+    assert not watching()
     for handle in handles:
         handle.remove()  # of what is gone

@@ -76,6 +76,10 @@ class Unit:
     def _fsdp_params(self) -> list[Any]:
         return [p for group in self._param_groups for p in group.fsdp_params]
 
+    def trained(self) -> tuple[bool, ...]:
+        """Which of its parameters are trained. Asked in every step, like `version`."""
+        return tuple(p.sharded_param.requires_grad for p in self._fsdp_params)
+
     @property
     def frozen(self) -> str | None:
         """How many of its parameters are frozen, in words; None if all are trained."""
@@ -89,8 +93,12 @@ class Unit:
         return bool(self._param_groups[0]._is_hsdp)
 
     def version(self) -> list[int]:
-        """Moves with in-place operations on a parameter, on all ranks: [Note: Operations on parameters]."""
-        return [0 if p.is_inference() else p._version for p in self.params]
+        """Moves with in-place operations on a parameter, on all ranks: [Note: Operations on parameters].
+
+        Asked in every step of an optimizer, so of the parameters as FSDP2 knows them, without another look.
+        """
+        params = [p.sharded_param for p in self._fsdp_params]
+        return [0 if p.is_inference() else p._version for p in params]
 
     def gather_lengths(self) -> tuple[int, ...]:
         """Elements of each parameter in a rank's shard, padding included, in the order in which weights are

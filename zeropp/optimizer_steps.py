@@ -22,7 +22,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -59,7 +58,8 @@ class OptimizerSteps:
     def register(self) -> list[Handle]:
         """Start; the handles end it."""
         _listen()
-        watching.add(self)
+        _watchers[:] = [ref for ref in _watchers if ref() is not None]
+        _watchers.append(weakref.ref(self))
         loads = [comms.unit.on_load(self._table.clear) for comms in self._unit_comms]
         return [_End(self), *(hook for hooks in loads for hook in hooks)]
 
@@ -130,8 +130,12 @@ class OptimizerSteps:
                 self._table[id(p)] = Entry(weakref.ref(p), comms, number)
 
 
-watching: WeakSet[OptimizerSteps] = WeakSet()
-"""Everybody who is told of optimizer steps in this process."""
+_watchers: list[weakref.ref[OptimizerSteps]] = []
+
+
+def watching() -> list[OptimizerSteps]:
+    """Everybody who is told of optimizer steps in this process."""
+    return [steps for ref in _watchers if (steps := ref()) is not None]
 
 
 @functools.cache
@@ -142,13 +146,13 @@ def _listen() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    for steps in list(watching):
+    for steps in watching():
         args, kwargs = steps._before(optimizer, args, kwargs)
     return args, kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for steps in list(watching):
+    for steps in watching():
         steps._weights_changed(optimizer)
 
 
@@ -157,6 +161,4 @@ class _End:
         self._steps = weakref.ref(steps)
 
     def remove(self) -> None:
-        steps = self._steps()
-        if steps is not None:
-            watching.discard(steps)
+        _watchers[:] = [ref for ref in _watchers if ref is not self._steps]

@@ -236,7 +236,7 @@ def decide_comms(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch, a
     if unit.gather_extensions() or not unit.gather_dtypes() & QUANTIZABLE_DTYPES:
         for_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
     comms.pair = CommPair(
-        AllGather(wire, hops, for_weights, unit.gathered, unit.version),
+        AllGather(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
         ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_lengths),
     )
     as_they_are = _why_weights_stay(unit)

@@ -21,7 +21,7 @@ from ..config import Config
 from ..topology import Hop
 from .beside import StreamWork, run_beside
 from .capture import refuse_capture
-from .column_groups import Weight, buffer_of, column_groups, split_of
+from .column_groups import Split, Weight, buffer_of, column_groups, split_of
 from .group_gather import GroupGather
 from .layout import kept_codec_name
 from .node_shard import NodeShard
@@ -53,6 +53,7 @@ class AllGather:
         config: Config,
         weights: Callable[[], tuple[Weight, ...]] = tuple,
         versions: Callable[[], Sequence[int]] = tuple,
+        split: Callable[[], Split] | None = None,
     ) -> None:
         self.wire = wire
         self.config = config
@@ -62,6 +63,8 @@ class AllGather:
         """For the unit's parameters, in the order of a shard; empty if that is not known."""
         self._versions = versions
         """Of each parameter, another one after every operation on it that all ranks run alike."""
+        self._ask_split = split or (lambda: split_of(weights()))
+        """For what is trained now; asked in every step, so it should be quick."""
         self._weights = weights()
         self._splits = [split_of(self._weights)]
         self._buffer = buffer_of(self._weights)
@@ -95,7 +98,7 @@ class AllGather:
         shard. See [Note: Regrouping] in column_groups.py."""
         if not self._has_stepped:
             self._has_stepped = True
-            split = split_of(self._ask_weights())
+            split = self._ask_split()
             if any(group.columns.is_split_by(split) for group in self.groups):
                 self._splits.append(split)
                 self.groups = self._make_groups()
