@@ -204,7 +204,10 @@ def test_only_steps_of_the_own_parameters_count(ranks: Ranks) -> None:
 
 def test_a_model_that_goes_in_the_middle_of_a_step_of_another_one() -> None:
     """Garbage is collected whenever Python likes, also while torch runs its hooks."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    optimizer.step()  # imports a lot
     gc.collect()  # owners that earlier tests have left
+    gc.disable()
     steps = OptimizerSteps([], Alarm())
     handles = steps.register()
     assert len(watching()) == 1
@@ -214,10 +217,11 @@ def test_a_model_that_goes_in_the_middle_of_a_step_of_another_one() -> None:
     collect = register_optimizer_step_pre_hook(lambda *_: (gc.collect(), None)[1])
     later = register_optimizer_step_pre_hook(lambda *_: None)
     try:
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]).step()
+        optimizer.step()
     finally:
         collect.remove()
         later.remove()
+        gc.enable()
     assert not watching()
     for handle in handles:
         handle.remove()  # of what is gone

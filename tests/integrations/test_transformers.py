@@ -3,21 +3,26 @@ shards."""
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset  # type: ignore[import-untyped]
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -258,3 +263,33 @@ def test_a_model_that_transformers_shards(ranks: Ranks, tmp_path: Path, accumula
     for (exact, _), (close, sent) in zip(plain, default, strict=True):
         assert close == pytest.approx(exact, rel=0.01)
         assert all(0.5 < across < 0.85 for across in sent[1:])
+
+
+def _sharded_unlike() -> list[list[str]]:
+    """What is said of a reference that is sharded like the policy, and of one that is not."""
+    forget_accelerators()
+    log = logging.handlers.MemoryHandler(100)
+    logging.getLogger("zeropp").addHandler(log)
+    policy, alike, unlike = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+    for model in (policy, alike):
+        fully_shard(model[0])
+    said = []
+    for reference in (alike, unlike):
+        for model in (policy, reference):
+            fully_shard(model)
+        callback = ZeroppCallback(CONFIGS["default"], others=[reference])
+        arguments = TrainingArguments(use_cpu=True)
+        Accelerator(cpu=True)  # which a trainer would have made
+        log.buffer.clear()
+        callback.on_train_begin(arguments, TrainerState(), None, model=policy)  # type: ignore[arg-type]
+        said.append([record.getMessage() for record in log.buffer if record.levelname == "WARNING"])
+        policy = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        fully_shard(policy[0])
+    logging.getLogger("zeropp").removeHandler(log)
+    return said
+
+
+def test_a_reference_that_is_sharded_unlike_the_policy_is_said(ranks: Ranks) -> None:
+    for alike, unlike in ranks.run(_sharded_unlike):
+        assert not any("sharded unlike" in message for message in alike)
+        assert any("sharded unlike the trained one" in message for message in unlike)
