@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import zeropp
 from tests.configs import CONFIGS
@@ -82,3 +84,18 @@ def _removed() -> str:
 
 def test_after_remove_it_is_an_error(ranks: Ranks) -> None:
     assert all("zeropp.apply" in message for message in ranks.run(_removed))
+
+
+def _grouped() -> list[bool]:
+    """A unit of two modules, of which the second is told."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard([net[0], net[1]])
+    fully_shard(net)
+    zpp = zeropp.apply(net, CONFIGS["default"])
+    zpp.follow_no_sync()
+    cast(Any, net[1]).set_requires_gradient_sync(False, recurse=False)
+    return [comms.requires_sync for comms in zpp.unit_comms]
+
+
+def test_any_module_of_a_unit_speaks_for_it(ranks: Ranks) -> None:
+    assert ranks.run(_grouped)[0] == [True, False]

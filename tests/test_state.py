@@ -89,7 +89,7 @@ def _wrong_state() -> list[tuple[bool, str, list[float]]]:
     log = logging.handlers.MemoryHandler(100)
     logging.getLogger("zeropp").addHandler(log)
     found = []
-    for what in ("right", "other world", "no units", "other rank", "missing on rank 2"):
+    for what in ("right", "other world", "no units", "other rank", "missing on rank 2", "other groups"):
         trainer = Trainer(CONFIGS["four_bit"])
         zpp = trainer.zpp
         assert zpp is not None
@@ -102,6 +102,9 @@ def _wrong_state() -> list[tuple[bool, str, list[float]]]:
             "other rank": {"rank": 7},
         }
         state |= change.get(what, {})
+        if what == "other groups":
+            weights = state["units"]["blocks.0"]["weights"]
+            weights["groups"] = 2 * weights["groups"]
         if what == "missing on rank 2" and dist.get_rank() == 2:
             state = None
         log.buffer.clear()
@@ -114,13 +117,14 @@ def _wrong_state() -> list[tuple[bool, str, list[float]]]:
 
 def test_a_state_that_some_rank_cannot_use_is_used_on_none(ranks: Ranks) -> None:
     results = ranks.run(_wrong_state)
-    for right, world, units, rank, missing in results:
+    for right, world, units, rank, missing, groups in results:
         assert right[:2] == (True, "")
         assert "ranks [0, 1, 2, 3] (rank 0: it is of {'rank': 0, 'world_size': 8}" in world[1]
         assert "units []; expected" in units[1]
         assert "'rank': 7" in rank[1]
         assert "ranks [2] (rank 2: there is none)" in missing[1]
-        for used, _, losses in (world, units, rank, missing):
+        assert "unit 'blocks.0' has 2 groups of weights; expected 1" in groups[1]
+        for used, _, losses in (world, units, rank, missing, groups):
             assert not used
             assert losses == pytest.approx(right[2], rel=0.01)
     assert all(result[4][2] == results[0][4][2] for result in results)  # all sent anew, none by differences

@@ -42,6 +42,8 @@ class Unit:
         """Names of its modules in the model; several for `fully_shard([a, b])`. `(root)` is all of it."""
         self.module: Any = module
         """The first of them: an nn.Module and an FSDPModule."""
+        self.modules: list[Any] = [module]
+        """All of them."""
         self._param_groups = param_groups  # one, except with a mesh per parameter
         self._sends_unused: bool | None = None  # what the user had set: see `send_unused_gradients`
 
@@ -251,6 +253,7 @@ def find_units(model: nn.Module) -> list[Unit]:
         state = module._get_fsdp_state()
         if id(state) in found:
             found[id(state)].names.append(_clean(name))
+            found[id(state)].modules.append(module)
         elif state._fsdp_param_groups:
             found[id(state)] = Unit([_clean(name)], module, state._fsdp_param_groups)
     return list(found.values())

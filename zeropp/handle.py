@@ -169,7 +169,7 @@ class ZeroPP:
         the state is used, on every rank the same.
         """
         installed = {comms.unit.name: (gather, reduce) for comms, gather, reduce in self._installed()}
-        wrong = self._why_not(state, set(installed))
+        wrong = self._why_not(state)
         missing = {rank: why for rank, why in self._everywhere(wrong).items() if why is not None}
         if wrong is not None and not missing:  # no group to ask
             missing = {dist.get_rank(): wrong}
@@ -187,16 +187,18 @@ class ZeroPP:
             reduce.load_state_dict(unit["gradients"])
         return not missing
 
-    def _why_not(self, state: Mapping[str, Any] | None, installed: set[str]) -> str | None:
+    def _why_not(self, state: Mapping[str, Any] | None) -> str | None:
         """Why this rank cannot go on from `state`, or None."""
+        installed = {comms.unit.name: gather for comms, gather, _ in self._installed()}
         if state is None:
             return "there is none"
         mine = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         theirs = {name: state.get(name) for name in mine}
         units = set(state.get("units", ()))
-        if theirs != mine or units != installed:
+        if theirs != mine or units != set(installed):
             return f"it is of {theirs} and units {sorted(units)}; expected {mine} and {sorted(installed)}"
-        return None
+        reasons = (gather.why_not_load(state["units"][name]["weights"]) for name, gather in installed.items())
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _everywhere(self, mine: str | None) -> dict[int, str | None]:
         """What all ranks that hold a part of these units say, by rank: every rank gets the same."""
@@ -257,7 +259,7 @@ class ZeroPP:
         if not requires_sync:
             self._accumulate()
         for comms in self.unit_comms:
-            if comms.unit.module in modules:
+            if not modules.isdisjoint(comms.unit.modules):
                 comms.set_sync(requires_sync, instead_of_fsdp2=True)
 
     def _accumulate(self) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import zeropp
 from tests.comm.test_all_gather import gather, make_all_gather
 from tests.comm.test_column_groups import as_fsdp2_packs
+from tests.configs import examples_on_ranks
 from tests.ranks import Ranks
 from zeropp.comm import StaleWeightsError, Weight
 
@@ -77,12 +78,7 @@ def _three_steps(
     return wholes, expected, sent
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples_on_ranks(25)
 @given(
     weights=WEIGHTS,
     layout=st.sampled_from([(2, 2), (3, 2), (2, 1), (1, 2)]),

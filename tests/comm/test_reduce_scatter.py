@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 import zeropp
-from tests.configs import CONFIGS, PARAMETERS
+from tests.configs import CONFIGS, PARAMETERS, examples_on_ranks
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, ReduceScatter, Scratch, Wire
 from zeropp.comm.reduce_scatter import scale_of
@@ -60,12 +60,7 @@ def _reduce(
     return out
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples_on_ranks(25)
 @given(
     layout=st.sampled_from(LAYOUTS),
     parameters=PARAMETERS,
@@ -163,12 +158,7 @@ def test_what_is_not_finite_arrives_where_it_belongs(ranks: Ranks, bad: float, n
     assert results[owner][:128].isfinite().all()  # other blocks are not touched
 
 
-@settings(
-    max_examples=20,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples_on_ranks(20)
 @given(
     layout=st.sampled_from(LAYOUTS),
     parameters=st.sampled_from([(63,), (64,), (65,), (129,), (1009,), (50, 4097, 33)])

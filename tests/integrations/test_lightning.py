@@ -99,7 +99,7 @@ def _fit(config: zeropp.Config | None, accumulate: int) -> tuple[list[float], fl
     return module.losses, sent
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [1, 3])  # 3: the last step of eight batches has two
 def test_trainer(ranks: Ranks, accumulate: int) -> None:
     """Lightning itself reduces in every micro-batch; the callback adds up first, so sums are rounded once."""
     plain = ranks.run(_fit, None, accumulate)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from zeropp.lab import JobError
-from zeropp.train.demo import Lab, LocalRanks, find_place, run_demo, steps_done
+from zeropp.train.demo import Lab, LocalRanks, find_place, replace_folders, run_demo, steps_done
 from zeropp.train.metrics import FILE_NAME
 
 SCRIPT = """
@@ -44,37 +43,27 @@ def test_steps_are_counted_while_a_run_goes_on(tmp_path: Path) -> None:
     assert steps_done(tmp_path) == 2
 
 
-class _Nowhere:
-    """Counts runs instead of making them."""
-
-    description = "nowhere"
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def run(self, program: Sequence[str], each_second: Callable[[], None]) -> None:
-        self.runs += 1
-
-
 def test_nothing_is_deleted_that_no_demonstration_has_made(tmp_path: Path) -> None:
     """`--folder .` in a clone: the package is called zeropp, like one of the runs."""
-    package, place = tmp_path / "zeropp" / "__init__.py", _Nowhere()
-    package.parent.mkdir()
+    plain, ours = tmp_path / "plain-FSDP2", tmp_path / "zeropp"
+    package = ours / "__init__.py"
+    ours.mkdir()
     package.touch()
     with pytest.raises(ValueError, match="zeropp is not of an earlier demonstration"):
-        run_demo(tmp_path, 1, place, lambda *_: None)
+        run_demo(tmp_path, 1, LocalRanks("nothing is run"), lambda *_: None)
     assert package.exists()
-    assert not (tmp_path / "plain-FSDP2").exists()
-    assert place.runs == 0
+    assert not plain.exists()
     package.unlink()
-    folders = run_demo(tmp_path, 1, place, lambda *_: None)
-    left_over = folders["zeropp"] / "metrics"
+    replace_folders([plain, ours])
+    left_over = ours / "checkpoint"
     left_over.touch()
-    run_demo(tmp_path, 1, place, lambda *_: None)  # replaces what it has made
-    assert place.runs == 4
+    replace_folders([plain, ours])
     assert not left_over.exists()
-    package.parent.joinpath(".zeropp-demo").unlink()
-    package.parent.rmdir()
-    package.parent.touch()
+    (ours / ".zeropp-demo").rename(ours / FILE_NAME)  # of a demonstration before there was a mark
+    replace_folders([plain, ours])
+    assert not (ours / FILE_NAME).exists()
+    (ours / ".zeropp-demo").unlink()
+    ours.rmdir()
+    ours.touch()
     with pytest.raises(ValueError, match="zeropp is a file"):
-        run_demo(tmp_path, 1, place, lambda *_: None)
+        replace_folders([plain, ours])

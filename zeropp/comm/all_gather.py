@@ -131,22 +131,27 @@ class AllGather:
         groups = [node_shard.state_dict(me) for node_shard in self.node_shards]
         return {"groups": groups} if any(groups) else {}
 
+    def why_not_load(self, state: Mapping[str, Any]) -> str | None:
+        """Why `state` cannot be loaded, or None."""
+        saved, mine = len(state.get("groups", [])), len(self.node_shards)
+        if not saved or not self._takes_differences or saved == mine:
+            return None
+        return f"unit '{self.wire.unit}' has {saved} groups of weights; expected {mine}, by what is trained"
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         groups = state.get("groups", [])
-        takes_differences = any(node_shard.takes_differences for node_shard in self.node_shards)
-        if groups and not takes_differences:
+        if groups and not self._takes_differences:
             logger.warning(
                 "zeropp: unit %s: the saved reference of differences is not used: this Config sends none",
                 self.wire.unit,
             )
-        elif groups and len(groups) != len(self.node_shards):
-            raise ValueError(
-                f"the state of unit '{self.wire.unit}' has {len(groups)} groups of weights; expected "
-                f"{len(self.node_shards)}: load it into a model with the same parameters frozen, or go on "
-                "without it"
-            )
+            groups = []
         for number, node_shard in enumerate(self.node_shards):
-            node_shard.load_state_dict(groups[number] if groups and takes_differences else {})
+            node_shard.load_state_dict(groups[number] if groups else {})
+
+    @property
+    def _takes_differences(self) -> bool:
+        return any(node_shard.takes_differences for node_shard in self.node_shards)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

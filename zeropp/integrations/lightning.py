@@ -20,7 +20,8 @@ Parallelize = Callable[[Any, DeviceMesh], Any]
 class ZeroppCallback(Callback):
     """zeropp on a LightningModule that its `configure_model` has sharded with FSDP2.
 
-        Trainer(strategy=ModelParallelStrategy(), callbacks=[ZeroppCallback(zeropp.Config())], ...)
+        strategy = ModelParallelStrategy(data_parallel_size=16, tensor_parallel_size=1)
+        Trainer(strategy=strategy, callbacks=[ZeroppCallback(zeropp.Config())], ...)
 
     With `accumulate_grad_batches`, gradients accumulate inside the node; Lightning itself would send those of
     every micro-batch.

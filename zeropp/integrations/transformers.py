@@ -65,7 +65,7 @@ class ZeroppCallback(TrainerCallback):
         for other in self.others:
             _warn_if_sharded_unlike(self.zpp, other)
         if state.global_step:
-            load_state(self.zpp, _checkpoint(args, state))
+            load_state(self.zpp, _resumed(args, state))
         self._remove_hooks()
         if not AcceleratorState().is_fsdp2:
             self._hooks.append(_ask_before_forward(model, self.zpp))
@@ -124,7 +124,11 @@ def _warn_if_sharded_unlike(zpp: ZeroPP, other: ZeroPP) -> None:
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder that the trainer saves this step to, or has resumed from."""
-    resumed = args.resume_from_checkpoint
-    folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-    return Path(resumed) if isinstance(resumed, str) and not folder.is_dir() else folder
+    """The folder that the trainer saves this step to."""
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+
+
+def _resumed(args: TrainingArguments, state: TrainerState) -> Path:
+    """The folder that the trainer has resumed from, as far as a callback can know."""
+    named, own = args.resume_from_checkpoint, _checkpoint(args, state)
+    return Path(named) if isinstance(named, str) and not own.is_dir() else own

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -99,12 +99,8 @@ def find_place(link: str) -> Iterator[Place]:
 def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict[str, Path]:
     """Train both, anew; returns the folder of each."""
     folders = {name: folder / name.replace(" ", "-") for name in RUNS}
-    for run_folder in folders.values():
-        _raise_unless_ours(run_folder)
+    replace_folders(folders.values())
     for name, run_folder in folders.items():
-        shutil.rmtree(run_folder, ignore_errors=True)  # of an earlier demonstration
-        run_folder.mkdir(parents=True)
-        (run_folder / MARK).touch()
         program = [
             "-m",
             "zeropp",
@@ -120,6 +116,16 @@ def run_demo(folder: Path, steps: int, place: Place, progress: Progress) -> dict
         place.run(program, lambda name=name, path=run_folder: progress(name, steps_done(path)))  # type: ignore[misc]
         progress(name, steps)
     return folders
+
+
+def replace_folders(folders: Collection[Path]) -> None:
+    """Make them anew and empty, but for a mark; all of them, or none."""
+    for folder in folders:
+        _raise_unless_ours(folder)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / MARK).touch()
 
 
 def _raise_unless_ours(folder: Path) -> None:
