@@ -1,7 +1,13 @@
-"""Real ranks for tests: processes that import torch once and then run one test after the other.
+"""Real ranks for tests: processes that run one test after the other.
 
 Every job gets a gloo process group of its own, of the size it asks for, and a timeout. A job is a function at
 module level and its arguments; what it returns on each rank comes back as a list.
+
+[Note: Templates]
+To import torch takes more time than most jobs. So two processes, the templates, import what ranks need, and
+ranks are forked from them, in turn. Two, and not one: each has hash seeds of its own, so ranks that do
+something in the order of a set of strings still do it in different orders, as on a cluster. A template has no
+threads and no process group, and runs nothing else, so a fork is a whole process.
 """
 
 from __future__ import annotations
@@ -10,16 +16,21 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 5.0
+IMPORTED = ("torch.distributed.checkpoint", "zeropp.quant.cpu", "zeropp.train.loop")
 
 
 class RankError(AssertionError):
@@ -30,13 +41,21 @@ class Ranks:
     """A pool of `size` ranks, started at the first job and again after a job that had to be killed."""
 
     def __init__(
-        self, size: int, folder: Path, backend: str = "gloo", prepare: Callable[[], None] | None = None
+        self,
+        size: int,
+        folder: Path,
+        backend: str = "gloo",
+        prepare: Callable[[], None] | None = None,
+        imported: Sequence[str] = IMPORTED,
     ) -> None:
-        """`prepare` runs once in each process, before its first process group."""
+        """`imported` are modules that all ranks start with; `prepare` runs once in each of them, before its
+        first process group."""
         self.size = size
         self._folder = folder  # for rendezvous
-        self._backend, self._prepare = backend, prepare
-        self._workers: list[tuple[Any, Connection]] = []
+        self._life = (backend, prepare, tuple(imported))
+        self._templates: list[_Template] = []
+        self._workers: list[tuple[int, Connection]] = []
+        """The process and the line to it, by rank."""
         self._jobs = 0
 
     def run(
@@ -59,19 +78,23 @@ class Ranks:
         return self._collect(world, time.monotonic() + timeout)
 
     def close(self) -> None:
+        self._kill()
+        for template in self._templates:
+            template.close()
+        self._templates.clear()
+
+    def _kill(self) -> None:
         for process, connection in self._workers:
             connection.close()
-            process.kill()
-            process.join()
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self._workers.clear()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for _ in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._backend, self._prepare), daemon=True)
-            process.start()
-            self._workers.append((process, ours))
+        if not self._templates:
+            self._templates = [_Template(*self._life) for _ in range(2)]
+        lines = [self._templates[rank % 2].fork() for rank in range(self.size)]
+        self._workers = [(line.recv(), line) for line in lines]
 
     def _collect(self, world: int, deadline: float) -> list[Any]:
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world])}
@@ -91,16 +114,61 @@ class Ranks:
                     failures[rank] = outcome
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)  # the others may be stuck
         if waiting or failures:
-            self.close()  # whatever state the ranks are in, the next job starts with new ones
+            self._kill()  # whatever state the ranks are in, the next job starts with new ones
             late = f"no answer from ranks {sorted(waiting.values())}" if waiting else ""
             reports = [f"rank {rank}:\n{text}" for rank, text in sorted(failures.items())]
             raise RankError("\n".join([*reports, late]))
         return [results[rank] for rank in range(world)]
 
 
+class _Template:
+    """A process that ranks are forked from; see [Note: Templates]."""
+
+    def __init__(self, backend: str, prepare: Callable[[], None] | None, imported: tuple[str, ...]) -> None:
+        self._control, theirs = socket.socketpair()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(
+            target=_fork_ranks, args=(theirs, backend, prepare, imported), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def fork(self) -> Connection:
+        """The line to a new rank, which first says its process number."""
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self._control, [b"a"], [theirs.fileno()])
+        theirs.close()
+        return Connection(ours.detach())
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.join()
+
+
+def _fork_ranks(
+    control: socket.socket, backend: str, prepare: Callable[[], None] | None, imported: tuple[str, ...]
+) -> None:
+    """The life of a template."""
+    for module in imported:
+        import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a template with threads cannot be forked"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how ranks ended
+    while True:
+        message, (*lines,), _, _ = socket.recv_fds(control, 1, maxfds=1)
+        if not message:
+            return
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _serve(Connection(lines[0]), backend, prepare)
+            os._exit(0)
+        os.close(lines[0])
+
+
 def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | None) -> None:
     """The life of one rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    connection.send(os.getpid())
     import torch
     import torch.distributed as dist
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
-from tests.training import Net, compare_with_plain, make_net
+from tests.training import Net, losses_and_hops, make_net
 
 ON_2X2 = zeropp.Config(node_size=2)
 
@@ -123,23 +123,22 @@ MODES: list[Callable[[], Net]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["default", "four_bit"])
 @pytest.mark.parametrize("make", MODES)
-def test_trains_like_plain_fsdp2(ranks: Ranks, make: Callable[[], Net], name: str) -> None:
-    for result in ranks.run(compare_with_plain, make, CONFIGS[name]):
-        assert result["ours"] == pytest.approx(result["plain"], rel=0.01)
-        assert result["ours"] != result["plain"]  # it was not plain FSDP2 that trained
-        assert {hop for _, hop in result["hops"]} >= {"across", "in-node"}
+def test_trains_like_plain_fsdp2(ranks: Ranks, make: Callable[[], Net]) -> None:
+    for outcomes in ranks.run(losses_and_hops, make, None, CONFIGS["default"], CONFIGS["four_bit"]):
+        (plain, _), *ours = outcomes
+        for losses, hops in ours:
+            assert losses == pytest.approx(plain, rel=0.01)
+            assert losses != plain  # it was not plain FSDP2 that trained
+            assert hops >= {"across", "in-node"}
 
 
 @pytest.mark.parametrize(
     "make", [bf16_params_bf16_reduce, offloaded, checkpointed, grouped, resharded_to_two]
 )
 def test_secondary_is_exact_in_other_modes(ranks: Ranks, make: Callable[[], Net]) -> None:
-    kept, not_kept = (
-        ranks.run(compare_with_plain, make, zeropp.Config(node_size=2, secondary=secondary))[0]["ours"]
-        for secondary in (True, False)
-    )
+    configs = [zeropp.Config(node_size=2, secondary=secondary) for secondary in (True, False)]
+    (kept, _), (not_kept, _) = ranks.run(losses_and_hops, make, *configs)[0]
     assert kept == not_kept
 
 

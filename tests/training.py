@@ -131,10 +131,14 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local()  # type: ignore[no-any-return]
 
 
-def compare_with_plain(make: Callable[[], Net], config: zeropp.Config, steps: int = 5) -> dict[str, Any]:
-    """Train the same model under plain FSDP2 and under zeropp."""
-    plain, ours = Trainer(None, net=make()), Trainer(config, net=make())
-    losses = [[trainer.step() for _ in range(steps)] for trainer in (plain, ours)]
-    assert ours.zpp is not None
-    hops = {(key.unit, key.hop) for key, _ in ours.zpp.ledger.rows()}
-    return {"plain": losses[0], "ours": losses[1], "hops": hops}
+def losses_and_hops(
+    make: Callable[[], Net], *configs: zeropp.Config | None, steps: int = 5
+) -> list[tuple[list[float], set[str]]]:
+    """Train the same model in several ways: the losses, and the hops that the ledger has seen."""
+    outcomes = []
+    for config in configs:
+        trainer = Trainer(config, net=make())
+        losses = [trainer.step() for _ in range(steps)]
+        rows = [] if trainer.zpp is None else trainer.zpp.ledger.rows()
+        outcomes.append((losses, {key.hop for key, _ in rows}))
+    return outcomes

@@ -11,6 +11,7 @@ from zeropp.cli import main
 from zeropp.plan.catalog import find_hardware
 
 SMALL = ["plan", "--model", "tiny", "--nodes", "2", "--ranks-per-node", "2", "--sequence", "64"]
+SHALLOW = [*SMALL, "--model", "tests.plan.samples:build_shallow"]
 
 
 def test_it_prints_a_plan_and_writes_numbers_report_and_timeline(
@@ -35,7 +36,7 @@ def test_it_prints_a_plan_and_writes_numbers_report_and_timeline(
 
 def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    assert main([*SMALL, "--link-gbit-s", "1", "--recommend", "--json", str(path)]) == 0
+    assert main([*SHALLOW, "--link-gbit-s", "1", "--recommend", "--json", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     numbers = json.loads(path.read_text())
     rows = {option["row"]: option["step_seconds"] for option in numbers["options"]}
@@ -47,7 +48,7 @@ def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     why, until, larger = numbers["sentences"]
     assert all(f"- {sentence}" in shown for sentence in (why, until, larger))
     assert "FSDP2 as it comes" in until
-    assert main([*SMALL, "--sweep", "link=1/100,nodes=2/3"]) == 0
+    assert main([*SHALLOW, "--sweep", "link=1/100,nodes=2/3"]) == 0
     assert "tokens/s, 3 nodes" in capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,17 +42,23 @@ class Options:
     timeout: float = 60.0
 
 
-def sent_bytes() -> int:
-    """What this node's interface has sent: /proc/net/dev is of the namespace of whoever reads it."""
-    (line,) = (row for row in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in row)
-    return int(line.split(":")[1].split()[8])
+class Sent(NamedTuple):
+    """What this node's interface has sent."""
 
+    bytes: int
+    packets: int
 
-def sent_bytes_between_steps() -> int:
-    dist.barrier()
-    sent = sent_bytes()
-    dist.barrier()
-    return sent
+    @classmethod
+    def until_now(cls) -> Sent:
+        """From /proc/net/dev, which is of the namespace of whoever reads it, between two steps."""
+        dist.barrier()
+        (line,) = (row for row in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in row)
+        dist.barrier()
+        numbers = [int(number) for number in line.split(":")[1].split()]
+        return cls(numbers[8], numbers[9])
+
+    def since(self, before: Sent) -> Sent:
+        return Sent(self.bytes - before.bytes, self.packets - before.packets)
 
 
 class Layers(nn.Sequential):
@@ -85,7 +91,7 @@ def train(name: str, steps: int) -> dict[str, Any]:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    losses, seconds, sent = [], [], 0
+    losses, seconds, before = [], [], Sent(0, 0)
     for step in range(steps):
         started = time.monotonic()
         loss = model.loss(generator)
@@ -95,14 +101,17 @@ def train(name: str, steps: int) -> dict[str, Any]:
         losses.append(loss.item())
         seconds.append(time.monotonic() - started)
         if step == 0:
-            sent = sent_bytes_between_steps()
+            before = Sent.until_now()
             zpp.ledger.reset()
         print(f"step {step}", flush=True)  # noqa: T201
+    ledger_bytes = zpp.ledger.total().across_bytes
+    sent = Sent.until_now().since(before)
     return {
         "losses": losses,
         "seconds": seconds,
-        "ledger_bytes": zpp.ledger.total().across_bytes,
-        "counter_bytes": sent_bytes_between_steps() - sent,
+        "ledger_bytes": ledger_bytes,
+        "counter_bytes": sent.bytes,
+        "packets": sent.packets,
         "parameters": sum(p.numel() for p in trained),
     }
 

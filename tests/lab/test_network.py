@@ -56,11 +56,16 @@ def test_traffic_inside_a_node_is_not_on_its_link(cluster: Cluster) -> None:
 
 
 def test_delay_is_one_way(cluster: Cluster) -> None:
-    assert transfer(cluster, 0, 1, 1000)["connect_seconds"] < 0.02
+    """The quickest of several: a machine with other things to do makes some of them late."""
+
+    def connect_seconds() -> float:
+        return min(transfer(cluster, 0, 1, 1000)["connect_seconds"] for _ in range(4))
+
+    without = connect_seconds()
     cluster.set_link(delay="30ms")
-    assert 0.06 <= transfer(cluster, 0, 1, 1000)["connect_seconds"] < 0.12
+    assert connect_seconds() - without == pytest.approx(0.06, abs=0.03)
     cluster.set_link(delay="0ms")
-    assert transfer(cluster, 0, 1, 1000)["connect_seconds"] < 0.03
+    assert connect_seconds() < 0.05
 
 
 def test_lost_packets_are_sent_again(cluster: Cluster) -> None:

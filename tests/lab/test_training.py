@@ -15,6 +15,8 @@ from zeropp.lab.job import OnLine
 Results = list[dict[str, dict[str, Any]]]
 ROOT = Path(__file__).parents[2]
 NAMES = ("default", "four_bit", "wire16", "lora-fp32", "lora-bf16")
+HEADER_BYTES = 14 + 20 + 32
+"""Ethernet, IP, and TCP with time stamps."""
 
 
 def train(
@@ -48,10 +50,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize("config", NAMES)
 def test_counters_and_ledger_agree_within_five_percent(good: Results, config: str) -> None:
+    """Without the headers of packets: how many there are depends on how busy the machine is."""
     for node in (0, 1):
         ranks = [good[rank][config] for rank in (2 * node, 2 * node + 1)]
-        counted, said = ranks[0]["counter_bytes"], sum(rank["ledger_bytes"] for rank in ranks)
-        assert said <= counted <= 1.05 * said  # headers
+        counted = ranks[0]["counter_bytes"] - HEADER_BYTES * ranks[0]["packets"]
+        said = sum(rank["ledger_bytes"] for rank in ranks)
+        assert said <= counted <= 1.05 * said
 
 
 def test_bytes_per_node_and_parameter(good: Results) -> None:

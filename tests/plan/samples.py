@@ -1,12 +1,20 @@
-"""Traces made by hand: a model of equal units, with every kind of event that the dry run writes."""
+"""A shallow model, and traces made by hand: of equal units, with every kind of event that the dry run
+writes."""
 
 from __future__ import annotations
 
+from zeropp.bench.workload import Workload
+from zeropp.models.gpt import GPT
 from zeropp.plan.memory_estimate import MemoryEstimate
 from zeropp.plan.trace import Compute, Event, Gather, Reduce, Trace, TracedHop
 
 NODES, RANKS = 4, 8
 MEMORY = MemoryEstimate(1 << 30, 2 << 30, 1 << 30, 0, 1 << 30, 0, 1 << 30)
+
+
+def build_shallow() -> GPT:
+    """Few layers, so that a dry run is quick."""
+    return Workload(layers=2, width=64, context=64).build_model()
 
 
 def hop(

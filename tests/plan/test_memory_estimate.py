@@ -10,8 +10,8 @@ from zeropp.plan.dry_run import dry_run
 from zeropp.plan.memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
 from zeropp.strategies import find_strategy
 
-WIDE = Workload(layers=5, width=512, context=64, batch=2)
-LONG = Workload(layers=5, width=128, context=256, batch=8)
+WIDE = Workload(layers=5, width=320, context=32, batch=1)
+LONG = Workload(layers=5, width=128, context=192, batch=4)
 
 
 @pytest.mark.parametrize(

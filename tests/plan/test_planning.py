@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from zeropp.bench.workload import Workload
+from tests.plan.samples import build_shallow
 from zeropp.plan import recommend as recommending
 from zeropp.plan.catalog import find_hardware
 from zeropp.plan.hardware import Hardware
@@ -16,7 +16,7 @@ from zeropp.plan.timeline import Timeline, simulate
 from zeropp.plan.trace import Trace
 
 SCENARIO = Scenario(resolve("tiny"), 2, 2, sequence=32)
-SHALLOW = Scenario(Model("shallow", Workload(layers=2, width=64, context=32).build_model), 2, 2, sequence=32)
+SHALLOW = Scenario(Model("shallow", build_shallow), 2, 2, sequence=32)
 SLOW = find_hardware("a100-100g").changed(link_gbit_s=1.0)
 
 

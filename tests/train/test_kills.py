@@ -133,18 +133,16 @@ def test_a_killed_node_comes_back_and_the_job_goes_on(undisturbed: Run, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_saves_and_ends(
-    undisturbed: Run, tmp_path: Path, number: signal.Signals
+    ranks: Ranks, undisturbed: Run, tmp_path: Path, number: signal.Signals
 ) -> None:
     """As from Ctrl-C, or from a scheduler that wants the nodes back."""
     run = replace(undisturbed, folder=tmp_path)
-    standalone = ("--standalone", "--nproc-per-node", "2")
-    with torchrun(run, *standalone) as agent:
+    with torchrun(run, "--standalone", "--nproc-per-node", "2") as agent:
         wait_for_step(run, 12, agent)
         agent.send_signal(number)
         finish(agent)
     stopped = Metrics(run.folder / FILE_NAME)
     assert stopped.end is not None
     assert stopped.end.step == stopped.steps[-1].step == max(steps_in(run.folder / "checkpoints")) < STEPS
-    with torchrun(run, *standalone) as agent:
-        assert finish(agent) == 0
+    ranks.run(train_here, run, world=2)
     check_equal(run, undisturbed, starts=2)

@@ -26,6 +26,7 @@ from .operation_work import work_of
 from .trace import Compute, Event, Gather, Phase, Reduce, ShardGroup, TracedHop, all_reduce_hop
 
 _, COPY_OUT = gather_copies()
+DEVICE_OF = torch.ops.prim.device.default
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -105,6 +106,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own dispatch comes first; the operation on the local part comes here
+        if func is DEVICE_OF:  # most calls are this question; a fake tensor has its answer at hand
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         results = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
         for tensor in results:
