@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 benchmarks/convergence.py
     torchrun --standalone --nproc-per-node 4 benchmarks/convergence.py --text shakespeare.txt --steps 3000
 
-Four local ranks play two nodes of two. A run's seed fixes weights and data, so rows of one seed differ in
+Four local ranks play two nodes of two. A run's seed fixes weights and data, so runs of one seed differ in
 what they send, and in nothing else. Results are saved after each run; started again, the study goes on.
 """
 
@@ -47,7 +47,7 @@ ALLOWED = 0.003
 """How far above plain FSDP2 what we recommend may end, unless seeds differ by more."""
 
 PLAIN = "plain FSDP2"
-ROWS = {
+STRATEGIES = {
     PLAIN: Config.off(),
     "qwZ": Config.off(route="two-hop", weights="int8"),
     "hpZ": Config.off(route="two-hop", secondary=True),
@@ -58,7 +58,7 @@ ROWS = {
     "four_bit": Config.four_bit(),
     "direct int4 weights": Config(weights="int4"),
 }
-ROWS_OF_MICRO_BATCHES = {"pending in bf16": Config(gradients_pending="bf16")}
+OF_MICRO_BATCHES = {"pending in bf16": Config(gradients_pending="bf16")}
 """Which differ from others only if a step has several."""
 
 
@@ -68,10 +68,10 @@ class Options:
 
     steps: int = 1000
     seeds: tuple[int, ...] = (0, 1, 2)
-    rows: tuple[str, ...] = ()
-    """Names of rows; none: all of them."""
+    strategies: tuple[str, ...] = ()
+    """Names of strategies; none: all of them."""
     extra: Path | None = None
-    """A TOML file with more rows: a table for each, with keys as in [zeropp] of `zeropp train`."""
+    """A TOML file with more strategies: a table for each, with keys as in [zeropp] of `zeropp train`."""
     text: Path | None = None
     """A text file; none: the first 1.1 MB of the Python standard library's sources."""
     layers: int = 2
@@ -81,7 +81,7 @@ class Options:
     batch: int = 4
     """Sequences per rank and micro-batch."""
     micro_batches: int = 1
-    """Per step; all but the last are reduced inside the node only, where a row has two hops."""
+    """Per step; all but the last are reduced inside the node only, where a strategy has two hops."""
     learning_rate: float = 3e-3
     folder: Path = Path("runs/convergence")
     """For results.json and results.md."""
@@ -91,40 +91,42 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     torch.set_num_threads(1)
     logging.getLogger("zeropp").setLevel(logging.ERROR)
-    rows = choose_rows(options)
+    strategies = choose_strategies(options)
     with join_world(timeout_seconds=600.0) as world:
         text = prepare(options, world)
         results = load(options, text)
-        left = [(row, seed) for seed in options.seeds for row in rows if find(results, row, seed) is None]
+        left = [
+            (name, seed) for seed in options.seeds for name in strategies if find(results, name, seed) is None
+        ]
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
         with Progress(
             *columns, TimeRemainingColumn(), disable=not world.is_first, speed_estimate_period=600
         ) as progress:
             task = progress.add_task("", total=max(1, len(left) * options.steps))
-            for row, seed in left:
-                progress.update(task, description=f"{row}, seed {seed}")
+            for name, seed in left:
+                progress.update(task, description=f"{name}, seed {seed}")
                 result = train(
-                    make_run(options, text, rows[row], seed), world, lambda: progress.advance(task)
+                    make_run(options, text, strategies[name], seed), world, lambda: progress.advance(task)
                 )
-                results["runs"].append({"row": row, "seed": seed, **result})
+                results["runs"].append({"strategy": name, "seed": seed, **result})
                 if world.is_first:
                     save(options.folder / "results.json", json.dumps(results, indent=1))
         if world.is_first:
-            table = render(results, list(rows), options.seeds)
+            table = render(results, list(strategies), options.seeds)
             save(options.folder / "results.md", table)
             Console().print(Markdown(table))
             print(f"results: {options.folder / 'results.json'}, {options.folder / 'results.md'}")
 
 
-def choose_rows(options: Options) -> dict[str, Config]:
+def choose_strategies(options: Options) -> dict[str, Config]:
     """By name; the nodes are the same for all."""
-    known = ROWS | (ROWS_OF_MICRO_BATCHES if options.micro_batches > 1 else {})
+    known = STRATEGIES | (OF_MICRO_BATCHES if options.micro_batches > 1 else {})
     if options.extra is not None:
         tables = tomllib.loads(options.extra.read_text())
         known |= {name: read_run({"zeropp": table}).zeropp for name, table in tables.items()}
-    if unknown := [name for name in options.rows if name not in known]:
-        raise ValueError(f"rows has {unknown[0]!r}; expected some of {', '.join(known)}")
-    chosen = options.rows or tuple(known)
+    if unknown := [name for name in options.strategies if name not in known]:
+        raise ValueError(f"strategies has {unknown[0]!r}; expected some of {', '.join(known)}")
+    chosen = options.strategies or tuple(known)
     return {name: Config(**asdict(known[name]) | {"node_size": NODE_SIZE}) for name in chosen}
 
 
@@ -202,13 +204,16 @@ def save(path: Path, text: str) -> None:
     new.replace(path)  # whole, or as it was
 
 
-def find(results: dict[str, Any], row: str, seed: int) -> dict[str, Any] | None:
-    return next((run for run in results["runs"] if (run["row"], run["seed"]) == (row, seed)), None)
+def find(results: dict[str, Any], name: str, seed: int) -> dict[str, Any] | None:
+    return next((run for run in results["runs"] if (run["strategy"], run["seed"]) == (name, seed)), None)
 
 
-def render(results: dict[str, Any], rows: list[str], seeds: tuple[int, ...]) -> str:
+def render(results: dict[str, Any], strategies: list[str], seeds: tuple[int, ...]) -> str:
     """A table in Markdown, and what it says about the default."""
-    losses = {row: [run["validation_loss"] for s in seeds if (run := find(results, row, s))] for row in rows}
+    losses = {
+        name: [run["validation_loss"] for s in seeds if (run := find(results, name, s))]
+        for name in strategies
+    }
     settings = results["settings"]
     lines = [
         f"{settings['steps']} steps of {settings['micro_batches']} micro-batches, {settings['layers']} "
@@ -218,32 +223,32 @@ def render(results: dict[str, Any], rows: list[str], seeds: tuple[int, ...]) -> 
         "| | validation loss, mean | lowest to highest seed | vs plain FSDP2 | bytes across nodes |",
         "|---|---|---|---|---|",
     ]
-    for row in rows:
-        sent = find(results, row, seeds[0])
+    for name in strategies:
+        sent = find(results, name, seeds[0])
         lines.append(
-            f"| {row} | {mean(losses[row]):.4f} | {min(losses[row]):.4f} to {max(losses[row]):.4f} | "
-            f"{_against_plain(losses, row)} | {sent['across_bytes_per_parameter'] if sent else 0:.2f} |"
+            f"| {name} | {mean(losses[name]):.4f} | {min(losses[name]):.4f} to {max(losses[name]):.4f} | "
+            f"{_against_plain(losses, name)} | {sent['across_bytes_per_parameter'] if sent else 0:.2f} |"
         )
     lines += ["", "Bytes are sent per node, parameter and step, from the ledger."]
     return "\n".join([*lines, "", *_verdict(losses)]) + "\n"
 
 
-def _against_plain(losses: dict[str, list[float]], row: str) -> str:
-    if PLAIN not in losses or row == PLAIN:
+def _against_plain(losses: dict[str, list[float]], name: str) -> str:
+    if PLAIN not in losses or name == PLAIN:
         return "-"
-    return f"{mean(losses[row]) / mean(losses[PLAIN]) - 1:+.2%}"
+    return f"{mean(losses[name]) / mean(losses[PLAIN]) - 1:+.2%}"
 
 
 def _verdict(losses: dict[str, list[float]]) -> list[str]:
     sentences = []
-    for row in ("default", "four_bit"):
-        if PLAIN not in losses or row not in losses:
+    for name in ("default", "four_bit"):
+        if PLAIN not in losses or name not in losses:
             continue
-        difference = mean(losses[row]) / mean(losses[PLAIN]) - 1
-        inside = min(losses[PLAIN]) <= mean(losses[row]) <= max(losses[PLAIN])
+        difference = mean(losses[name]) / mean(losses[PLAIN]) - 1
+        inside = min(losses[PLAIN]) <= mean(losses[name]) <= max(losses[PLAIN])
         sentences.append(
-            f"{row} ends {difference:+.2%} from plain FSDP2 (allowed: {ALLOWED:.1%}, or inside the spread of "
-            f"plain FSDP2's seeds, where it is{'' if inside else ' not'})."
+            f"{name} ends {difference:+.2%} from plain FSDP2 (allowed: {ALLOWED:.1%}, or inside the spread "
+            f"of plain FSDP2's seeds, where it is{'' if inside else ' not'})."
         )
     return sentences
 

@@ -25,5 +25,5 @@ def test_lab_bench_checks_its_output_folder_first(capsys: pytest.CaptureFixture[
 
 
 def test_a_strategy_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lab", "bench", "--rows", "default", "qwx"]) == 1
+    assert main(["lab", "bench", "--strategies", "default", "qwx"]) == 1
     assert "strategy is 'qwx'; expected one of fsdp2, wire16" in capsys.readouterr().err

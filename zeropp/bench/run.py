@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-import tyro
 
 from .. import __version__
 from ..lab import Cluster
@@ -63,9 +62,7 @@ class Settings:
     """How many of the packets between nodes are lost."""
     micro_batches: tuple[int, ...] = (1, 4, 8)
     """How many an optimizer step has; each number is a table of its own."""
-    strategies: Annotated[tuple[str, ...], tyro.conf.arg(name="rows")] = tuple(
-        strategy.name for strategy in STRATEGIES
-    )
+    strategies: tuple[str, ...] = tuple(strategy.name for strategy in STRATEGIES)
     """Ways to train, by name (zeropp/strategies.py); each is a line of every table."""
     rounds: int = 3
     """How often each strategy takes its turn."""
