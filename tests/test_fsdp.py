@@ -301,14 +301,12 @@ def test_accumulation_with_unused_parameters_in_mixed_precision(ranks: Ranks, na
 
 @pytest.mark.parametrize("name", FP32_REDUCTION)
 def test_fsdp2_accumulates_beside_error_feedback(ranks: Ranks, name: str) -> None:
-    """Error feedback sends zeros for unused parameters, which FSDP2's own accumulation takes since 2.15."""
+    """Error feedback sends zeros for unused parameters, beside gradients that FSDP2 holds in another dtype:
+    https://github.com/pytorch/pytorch/issues/196996."""
     policy = FP32_REDUCTION[name]
     config = zeropp.Config(node_size=2, gradients_across="int8", error_feedback=True)
     plain, _ = ranks.run(_accumulated, *policy, None, "all")[0]
     ours, error = ranks.run(_accumulated, *policy, config, "all")[0]
-    if IS_213:
-        assert "FSDP reduce-scatter expects uniform gradient dtype" in error
-        return
     assert not error
     for key, gradient in plain.items():
         assert (ours[key] - gradient).norm() < 0.05 * gradient.norm()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import reduce
+from types import MethodType
 from typing import Any
 
 import torch
@@ -182,12 +183,17 @@ class Unit:
         if self._sends_unused is None:  # now, not earlier: what another apply() had set is undone by now
             self._sends_unused = bool(self._param_groups[0].reduce_scatter_unused_params)
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
+        if READER.accumulates_apart:
+            for group in self._param_groups:
+                vars(group)["post_backward"] = MethodType(_post_backward_in_one_dtype, group)
 
     def send_unused_as_set(self) -> None:
         """Undo `send_unused_gradients`: parameters without a gradient are sent as the user had said."""
         if self._sends_unused is not None:
             self.module.set_reduce_scatter_unused_params(self._sends_unused, recurse=False)
             self._sends_unused = None
+            for group in self._param_groups:
+                vars(group).pop("post_backward", None)
 
     def on_all_reduce(self, react: Callable[[Tensor], None]) -> None:
         """Call `react` with the shard of gradients whenever it has been reduced over all replicas of HSDP."""
@@ -242,6 +248,22 @@ class Unit:
     def shares_parameters_with(self, others: Iterable[Unit]) -> bool:
         theirs = {id(group) for other in others for group in other._param_groups}
         return any(id(group) in theirs for group in self._param_groups)
+
+
+def _post_backward_in_one_dtype(group: Any, *unused: Any) -> None:
+    """FSDP2's own, on torch 2.13 and 2.14, where gradients that it has held are in the reduce dtype, and
+    fresh ones and zeros of unused parameters are not: it refuses to reduce them together (PyTorch issue
+    196996), so all are brought to the reduce dtype first."""
+    params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    mixes = group.reduce_grads and group.reduce_scatter_unused_params
+    if mixes and any(p.unsharded_accumulated_grad is not None for p in params):
+        for param in params:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+            full = param._unsharded_param
+            if full.requires_grad and param.unsharded_accumulated_grad is None and full.grad is None:
+                param.unsharded_accumulated_grad = torch.zeros_like(full, dtype=param.reduce_dtype)
+    type(group).post_backward(group, *unused)
 
 
 def find_units(model: nn.Module) -> list[Unit]:

@@ -82,7 +82,10 @@ class ReaderOf213:
     """torch 2.13 and 2.14: gradients are packed in the order of parameters, in the dtype of computing."""
 
     group: ClassVar[Parts] = {}
-    param: ClassVar[Parts] = {}
+    param: ClassVar[Parts] = {
+        "accumulate_unsharded_grad_if_needed": MethodType,
+        "to_accumulated_grad_if_needed": MethodType,
+    }
     accumulates_apart: ClassVar[bool] = True  # what is not reduced is held in two places, not only in `.grad`
 
     @staticmethod
