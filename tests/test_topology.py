@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -144,6 +145,20 @@ def _timeouts() -> set[float]:
 
 def test_hop_groups_have_the_timeout_of_the_job(ranks: Ranks) -> None:
     assert ranks.run(_timeouts, timeout=77.0) == [{77.0}] * 4
+
+
+def _changed_timeouts() -> tuple[set[float], set[float]]:
+    """Of two hops, and of the only one of a single node, whose group is not ours."""
+    for hop in Topology.of(world(), 2).hops():
+        hop.set_timeout(timedelta(seconds=55))
+    (only,) = Topology.of(world(), 4).hops()
+    only.set_timeout(timedelta(seconds=44))
+    whole = world()._get_backend(torch.device("cpu")).options._timeout
+    return _timeouts(), {whole.total_seconds()}
+
+
+def test_a_timeout_can_be_changed(ranks: Ranks) -> None:
+    assert ranks.run(_changed_timeouts, timeout=77.0) == [({55.0}, {77.0})] * 4
 
 
 def _collapsed() -> Any:

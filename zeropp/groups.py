@@ -21,8 +21,8 @@ asynchronous. Ours are, so that one chunk is encoded while another is sent, and 
 the group's own, which has high priority only if asked for. (Never run.) A layout with a single hop sends it
 through FSDP2's group, with the priority that this has.
 
-There is no public way to give a name, or not to split. What is used of `_world` and
-`_new_process_group_helper` is the same in torch 2.13, 2.14 and 2.15.
+There is no public way to give a name, or not to split, nor, in torch 2.13, to change a timeout. What is
+used of `_world` and `_new_process_group_helper` is the same in torch 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
             )
         c10d._world.pg_group_ranks[made[name]] = {rank: place for place, rank in enumerate(ranks)}
     return made[name]
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Change how long this rank waits in collectives of the group from now on."""
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(timeout)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -317,6 +318,13 @@ class ZeroPP:
         for _, all_gather, _ in self._installed():
             all_gather.release()
         self._scratch.release()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long hops wait for other ranks; at first, it is what init_process_group was given. For
+        loops that change it for their own process groups. Call it on every rank, after a barrier."""
+        for _, all_gather, reduce_scatter in self._installed():
+            for hop in (*all_gather.hops, *reduce_scatter.hops):
+                hop.set_timeout(timeout)
 
     def drop_pending_gradients(self) -> None:
         """Forget gradients accumulated without cross-node sync. `zero_grad()` does it by itself."""

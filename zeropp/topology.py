@@ -27,13 +27,14 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .groups import group_of, world
+from .groups import group_of, set_timeout, world
 
 HopName = Literal["in-node", "across", "flat"]
 
@@ -46,6 +47,11 @@ class Hop:
     size: int
     group: ProcessGroup | None
     """None: the shard group itself, in whichever process group FSDP2 passes for it."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long this rank waits in the hop, if its group is ours."""
+        if self.group is not None:
+            set_timeout(self.group, timeout)
 
 
 @dataclass(frozen=True)
