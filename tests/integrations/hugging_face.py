@@ -3,7 +3,6 @@ shards on CPU."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.integrations.environment import set_environment
 
 VOCABULARY = 128
 LAYER = "LlamaDecoderLayer"
@@ -46,13 +47,6 @@ def tokens(step: int, sequences: int = 2, length: int = 16) -> Tensor:
     """A rank's data."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
-
-
-def set_environment() -> None:
-    """What torchrun would have set."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "1"}
 
 
 def make_accelerator(**options: Any) -> Accelerator:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import zeropp
 from tests.configs import CONFIGS
-from tests.integrations.hugging_face import set_environment
+from tests.integrations.environment import set_environment
 from tests.ranks import Ranks
 from zeropp.integrations.lightning import ZeroppCallback, parallelize
 

@@ -1,0 +1,131 @@
+"""torchtitan's trainer on real gloo ranks: its debug Llama, with a Config as its command line takes it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import zeropp
+from tests.configs import CONFIGS
+from tests.ranks import Ranks
+from zeropp.integrations.torchtitan import attach, with_zeropp
+
+# torchtitan itself is imported inside jobs, on ranks: see tests/integrations/titan.py.
+
+PLAIN = None
+
+
+class Run(NamedTuple):
+    """What a training of two steps has left."""
+
+    losses: list[float]
+    sent: float = 0.0
+    """Bytes across nodes per parameter, in the second step."""
+    timeouts: frozenset[float] = frozenset()
+    """Of hop groups, in seconds."""
+
+
+def _train(config: zeropp.Config | None, folder: str, accumulate: int, chunked_loss: bool) -> Run:
+    from tests.integrations import titan
+
+    trainer_config = titan.trainer_config(folder, accumulate=accumulate, chunked_loss=chunked_loss)
+    if config is not None:
+        trainer_config = with_zeropp(trainer_config, config)
+    losses, trainer = titan.train(trainer_config)
+    if config is None:
+        return Run(losses)
+    zpp: zeropp.ZeroPP = trainer.zpp
+    parameters = sum(p.numel() for p in trainer.model_parts[0].parameters())
+    groups = [hop.group for comms in zpp.unit_comms if comms.pair for hop in comms.pair.all_gather.hops]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+    return Run(
+        losses,
+        2 * zpp.ledger.total().across_bytes / parameters,  # two ranks a node
+        frozenset(backend.options._timeout.total_seconds() for backend in backends),
+    )
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "chunked_loss", "sent"),
+    [
+        (1, True, 0.766),  # of it 0.258 for gradients
+        (4, False, 0.766),
+        (4, True, 0.815),  # the unit of norm and head is reduced twice
+    ],
+)
+def test_off_is_plain_bit_for_bit_and_the_default_is_close(
+    ranks: Ranks, accumulate: int, chunked_loss: bool, sent: float, tmp_path: Path
+) -> None:
+    """Bytes are figures of docs/frameworks.md."""
+    options = (str(tmp_path), accumulate, chunked_loss)
+    plain = ranks.run(_train, PLAIN, *options)
+    off = ranks.run(_train, zeropp.Config.off(), *options)
+    default = ranks.run(_train, CONFIGS["default"], *options)
+    for exact, same, close in zip(plain, off, default, strict=True):
+        assert same.losses == exact.losses
+        assert close.losses == pytest.approx(exact.losses, rel=0.01)
+        assert close.losses != exact.losses
+        assert close.timeouts == {100.0}  # its train_timeout_seconds, not what the job began with
+        assert close.sent == pytest.approx(sent, abs=0.001)
+
+
+def _resume(config: zeropp.Config, folder: str) -> tuple[list[float], list[float]]:
+    """Losses after the second step: of a run that goes on, and of one that begins with its checkpoint."""
+    from tests.integrations import titan
+
+    options: dict[str, Any] = {"steps": 4, "accumulate": 2, "chunked_loss": True, "saves": True}
+    going_on, _ = titan.train(with_zeropp(titan.trainer_config(folder, **options), config))
+    again = titan.trainer_config(folder, **options)
+    again.checkpoint.load_step = 2
+    resumed, _ = titan.train(with_zeropp(again, config))
+    return going_on[2:], resumed
+
+
+@pytest.mark.parametrize("name", ["default", "four_bit"])
+def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    for going_on, resumed in ranks.run(_resume, CONFIGS[name], str(tmp_path)):
+        assert resumed == going_on
+    files = list(tmp_path.glob("checkpoint/step-2/zeropp-rank*.pt"))
+    assert len(files) == (4 if name == "four_bit" else 0)
+
+
+def _from_the_command_line() -> tuple[bool, int, bool]:
+    from tests.integrations import titan
+
+    config = titan.parse(["--module", "tests.integrations.titan", "--config", "configured"])
+    trainer = config.build()
+    recorded = trainer.config.to_dict()["zeropp"]["weights"] == CONFIGS["default"].weights
+    return recorded, len(trainer.zpp.unit_comms), trainer.config.training.disable_cuda_graphs
+
+
+def test_a_config_that_the_command_line_names(ranks: Ranks) -> None:
+    """Embedding, two layers, norm and head: four units, and the root, which has no parameters, is none."""
+    assert ranks.run(_from_the_command_line) == [(True, 4, True)] * 4
+
+
+def _refused(folder: str) -> tuple[str, list[str]]:
+    from tests.integrations import titan
+
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    trainer = titan.trainer_config(folder, saves=True).build()
+    trainer.checkpointer.folder = "gs://bucket/run"
+    logging.getLogger("zeropp").addHandler(handler)
+    attach(trainer, CONFIGS["four_bit"])
+    logging.getLogger("zeropp").removeHandler(handler)
+    trainer.config.parallelism.pipeline_parallel_degree = 2
+    with pytest.raises(ValueError, match="expected 1") as error:
+        attach(trainer)
+    trainer.close()
+    return str(error.value), warnings
+
+
+def test_what_it_cannot_do_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    for message, warnings in ranks.run(_refused, str(tmp_path)):
+        assert "pipeline_parallel_degree is 2" in message
+        assert any("gs://bucket/run" in warning for warning in warnings)
