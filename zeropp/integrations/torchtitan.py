@@ -53,7 +53,11 @@ def with_zeropp(
         zeropp: Annotated[Config, tyro.conf.Suppress]
 
         def build(self, **kwargs: Any) -> Any:
-            self.training.disable_cuda_graphs = True
+            if not self.training.disable_cuda_graphs:
+                logger.info(
+                    "zeropp: sets training.disable_cuda_graphs; captured gathers would replay old weights"
+                )
+                self.training.disable_cuda_graphs = True
             trainer = super().build(**kwargs)
             if not self.checkpoint.create_seed_checkpoint:  # for which torchtitan shards nothing
                 attach(trainer, self.zeropp, overrides=overrides)
