@@ -21,10 +21,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile
 
 import zeropp
-from zeropp.labels import Label
+from zeropp.labels import Label, profile_all_threads
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # type: ignore[import-not-found, unused-ignore]
@@ -69,7 +68,7 @@ def main() -> None:
     for _ in range(options.steps):  # timed without the profiler, which costs time itself
         step()
     step_ms = (time.perf_counter() - start) / options.steps * 1e3
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
+    with profile_all_threads() as prof:
         for _ in range(options.steps):
             step()
     parts: dict[str, float] = defaultdict(float)

@@ -65,8 +65,10 @@ class Ranks:
         world: int = 4,
         timeout: float = 120.0,
         env: dict[str, str] | None = None,
+        grace: float = GRACE_SECONDS,
     ) -> list[Any]:
-        """`function(*args)` on ranks 0 .. world - 1, inside a process group; the results by rank."""
+        """`function(*args)` on ranks 0 .. world - 1, inside a process group; the results by rank. After the
+        first failure, the others have `grace` seconds to answer."""
         assert world <= self.size
         if not self._workers:
             self._start()
@@ -75,7 +77,7 @@ class Ranks:
         job = (function, args, world, str(store), timeout, env or {})
         for rank, (_, connection) in enumerate(self._workers[:world]):
             connection.send((rank, *job))
-        return self._collect(world, time.monotonic() + timeout)
+        return self._collect(world, time.monotonic() + timeout, grace)
 
     def close(self) -> None:
         self._kill()
@@ -96,7 +98,7 @@ class Ranks:
         lines = [self._templates[rank % 2].fork() for rank in range(self.size)]
         self._workers = [(line.recv(), line) for line in lines]
 
-    def _collect(self, world: int, deadline: float) -> list[Any]:
+    def _collect(self, world: int, deadline: float, grace: float) -> list[Any]:
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world])}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -112,7 +114,7 @@ class Ranks:
                     results[rank] = outcome
                 else:
                     failures[rank] = outcome
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)  # the others may be stuck
+                    deadline = min(deadline, time.monotonic() + grace)  # the others may be stuck
         if waiting or failures:
             self._kill()  # whatever state the ranks are in, the next job starts with new ones
             late = f"no answer from ranks {sorted(waiting.values())}" if waiting else ""

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.profiler import ProfilerActivity, profile
 
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import OPTIMIZERS, Trainer
-from zeropp.labels import Label
+from zeropp.labels import Label, profile_all_threads
 
 ON_2X2 = zeropp.Config(node_size=2)
 
@@ -78,7 +77,7 @@ def _count_collectives(micro_batches: int) -> dict[str, Any]:
     assert trainer.zpp is not None
     ledger = trainer.zpp.ledger
     ledger.reset()
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
+    with profile_all_threads() as prof:
         trainer.step()
     events = {event.key: event.count for event in prof.key_averages()}
     labels = [label for key in events if (label := Label.read(key))]

@@ -9,12 +9,11 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
-from .comm import Alarm, Ledger, Scratch
 from .config import Config
 from .fsdp import Unit, find_units
 from .handle import ZeroPP
 from .kept import Kept
-from .unit_comms import check_configs, choose_configs, decide_comms
+from .unit_comms import Shared, check_configs, choose_configs, decide_comms
 
 logger = logging.getLogger("zeropp")
 
@@ -52,12 +51,12 @@ def apply(
     if previous is not None and same and all(comms.has_its_groups for comms in previous.unit_comms):
         return previous
     # Everything that can fail comes before the first change to the model.
-    ledger, scratch, alarm = Ledger(), Scratch(), Alarm()
+    shared = Shared.new()
     chosen = choose_configs(units, config, overrides)
-    unit_comms = [decide_comms(unit, chosen[unit], ledger, scratch, alarm) for unit in units]
+    unit_comms = [decide_comms(unit, chosen[unit], shared) for unit in units]
     if previous is not None:
         previous.remove()
-    zpp = ZeroPP(model, config, overrides, unit_comms, ledger, scratch, alarm)
+    zpp = ZeroPP(model, config, overrides, unit_comms, shared)
     zpp.install()
     _log(zpp)
     zpp.warn_if_large(sum((replace(comms.will_keep(), pending=0) for comms in unit_comms), Kept()))

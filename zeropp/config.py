@@ -107,6 +107,10 @@ class Config:
     wire. Pieces have at least 64 Ki elements a rank. Changes no value. More cost messages and Python: on
     gloo, four took longer than two on every link that was measured, one about as long."""
 
+    overlap: bool = True
+    """On a CPU: send while the training thread computes, as FSDP2 does by itself on devices with streams,
+    where this changes nothing. Changes no value; False is for debugging. See overlap.py."""
+
     node_size: int | Literal["auto"] = "auto"
     """Ranks per node, in order of global rank: rank r is on node r // node_size. "auto" takes
     LOCAL_WORLD_SIZE (torchrun sets it), or else groups ranks by host name."""
@@ -114,7 +118,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        for name in ("secondary", "error_feedback"):
+        for name in ("secondary", "error_feedback", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"Config.{name} is {getattr(self, name)!r}; expected True or False")
         if not (isinstance(self.rotate, bool) or self.rotate == "auto"):

@@ -235,6 +235,49 @@ class Unit:
             context.reduce_scatter_states.clear()
             group.finalize_backward()
 
+    @property
+    def is_on_cpu(self) -> bool:
+        return bool(self._param_groups[0].device.type == "cpu")
+
+    @property
+    def is_in_forward(self) -> bool:
+        return bool(self._param_groups[0]._training_state.name == "FORWARD")
+
+    @property
+    def has_forward_prefetch(self) -> bool:
+        """Whether `set_modules_to_forward_prefetch` was called."""
+        return bool(self.module._get_fsdp_state()._states_to_forward_prefetch)
+
+    def set_forward_prefetch(self, units: list[Unit]) -> None:
+        self.module.set_modules_to_forward_prefetch([unit.module for unit in units])
+
+    @property
+    def most_reductions(self) -> int:
+        """How many reductions may be on their way, as `set_reduce_scatter_max_input_buffers` says."""
+        return int(self._param_groups[0].comm_ctx.reduce_scatter_max_input_buffers)
+
+    def takes_gradients_late(self, numel: int) -> bool:
+        """Whether a reduction to `numel` elements may arrive after FSDP2 has used it: it only adds it to
+        `.grad` of parameters that are all in it, and calls nobody who would look."""
+        (group,) = self._param_groups
+        hooked = group._all_reduce_hook is not None or any(
+            p.offload_to_cpu or p.sharded_param._post_accumulate_grad_hooks for p in group.fsdp_params
+        )
+        return not (self.is_hsdp or hooked) and numel == self.reduced()
+
+    def add_to_gradients(self, reduced: Tensor) -> None:
+        """Add a reduction to `.grad`, as FSDP2 would have."""
+        (group,) = self._param_groups
+        start = 0
+        for param in READER.reduce_order(group):
+            if not sharded_parameter(param).requires_grad:
+                continue
+            gradient, length = param.sharded_param.grad, param.padded_sharded_param_size.numel()
+            if gradient is not None and gradient._local_tensor.numel():
+                mine = gradient._local_tensor
+                mine += reduced[start : start + mine.numel()].view(mine.shape).to(mine.dtype)
+            start += length
+
     def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """FSDP2's own switch, whoever has taken its place: see `on_gradient_sync`."""
         FSDPModule.set_requires_gradient_sync(self.module, requires_sync, recurse=False)

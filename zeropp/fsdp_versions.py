@@ -40,18 +40,21 @@ SETTERS = (
     "all_reduce_hook",
     "custom_all_gather",
     "custom_reduce_scatter",
+    "modules_to_forward_prefetch",
     "reduce_scatter_unused_params",
     "requires_gradient_sync",
 )
 MODULE: Parts = {"_get_fsdp_state": FunctionType} | {f"set_{name}": FunctionType for name in SETTERS}
-STATE: Parts = {"_fsdp_param_groups": (list, tuple)}
+STATE: Parts = {"_fsdp_param_groups": (list, tuple), "_states_to_forward_prefetch": list}
 GROUP: Parts = {
     "_all_gather_comm": object,
+    "_all_reduce_hook": object,
     "_is_hsdp": bool,
     "_partial_reduce_output": (Tensor, type(None)),
     "_reduce_scatter_comm": object,
     "_training_state": object,
     "comm_ctx": object,
+    "device": torch.device,
     "device_handle": object,
     "finalize_backward": MethodType,
     "fsdp_params": list,
@@ -60,7 +63,11 @@ GROUP: Parts = {
     "reduce_grads": bool,
     "reduce_scatter_unused_params": bool,
 }
-CONTEXT: Parts = {"_last_post_reduce_events": dict, "reduce_scatter_states": list}  # of the first forward on
+CONTEXT: Parts = {  # of the first forward on
+    "_last_post_reduce_events": dict,
+    "reduce_scatter_max_input_buffers": int,
+    "reduce_scatter_states": list,
+}
 SHARD_MESH: Parts = {
     "reduce_scatter_process_group": (ProcessGroup, type(None)),
     "shard_process_group": ProcessGroup,
@@ -71,6 +78,7 @@ PARAM: Parts = {
     "_module_info.shared_modules": list,
     "_sharded_local_tensor": Tensor,
     "mp_policy": MixedPrecisionPolicy,
+    "offload_to_cpu": bool,
     "padded_sharded_param_size": torch.Size,
     "sharded_param": nn.Parameter,
     "sharded_state.name": str,

@@ -57,7 +57,7 @@ def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
     name = f"{purpose}_{hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()}"
     if name not in made:
         backend, store = c10d._world.pg_map[everyone]
-        timeout = _timeout_of(everyone)
+        timeout = timeout_of(everyone)
         with _no_device(everyone):
             made[name], _ = c10d._new_process_group_helper(
                 len(ranks),
@@ -100,8 +100,8 @@ def _options(backends: str, timeout: timedelta) -> Any:
     return options
 
 
-def _timeout_of(group: ProcessGroup) -> timedelta:
-    """What the job gave init_process_group."""
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """How long ranks wait in it: what the job gave init_process_group, unless it was changed."""
     backend = group._get_backend(group._device_types[0])
     options = getattr(backend, "options", None)
     return getattr(options, "_timeout", None) or c10d._get_default_timeout(dist.get_backend(group))

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import nn
 
-from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch
+from .comm import AllGather, ReduceScatter
 from .comm.ledger import render
 from .config import Config
 from .kept import Kept
 from .no_sync import on_gradient_sync
 from .optimizer_steps import OptimizerSteps
-from .unit_comms import UnitComms, check_configs, choose_configs, decide_comms
+from .unit_comms import Shared, UnitComms, check_configs, choose_configs, decide_comms
 from .zero_grad import listen
 
 logger = logging.getLogger("zeropp")
@@ -48,18 +48,15 @@ class ZeroPP:
         config: Config,
         overrides: Mapping[str, Config],
         unit_comms: list[UnitComms],
-        ledger: Ledger,
-        scratch: Scratch,
-        alarm: Alarm,
+        shared: Shared,
     ) -> None:
         self.config = config
         self.overrides = dict(overrides)
         self.unit_comms = unit_comms
-        self.ledger = ledger
+        self.ledger = shared.ledger
         """What this rank sent, per unit, collective and hop."""
-        self._scratch = scratch
-        self._alarm = alarm
-        weakref.finalize(self, alarm.log_if_known)
+        self._shared = shared
+        weakref.finalize(self, shared.alarm.log_if_known)
         self._model = model
         self._handles: list[Any] = []
         self._followed: list[Any] = []
@@ -72,7 +69,7 @@ class ZeroPP:
         step, and "pending" what comes on top in one that accumulates without cross-node sync. Scratch, which
         all units share, is not in it: see `communication_bytes`.
         """
-        self._alarm.raise_if_any()
+        self._shared.alarm.raise_if_any()
         rows = [comms.describe() for comms in self.unit_comms]
         table = Table(title=f"zeropp on {len(rows)} units")
         for column in rows[0]:
@@ -83,8 +80,10 @@ class ZeroPP:
 
     @property
     def communication_bytes(self) -> int:
-        """Memory that zeropp keeps on this rank: node shards, pending gradients, kept errors and scratch."""
-        return self._scratch.nbytes + sum(comms.keeps().total for comms in self.unit_comms)
+        """Memory that zeropp keeps on this rank: node shards, pending gradients, kept errors, scratch, and
+        gradients on their way."""
+        shared = self._shared.scratch.nbytes + self._shared.overlap.late.nbytes
+        return shared + sum(comms.keeps().total for comms in self.unit_comms)
 
     @property
     def node_shard_bytes(self) -> int:
@@ -129,9 +128,7 @@ class ZeroPP:
             raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
         # Everything that can fail comes before the first change.
         chosen = choose_configs([comms.unit for comms in self.unit_comms], config, overrides)
-        unit_comms = [
-            decide_comms(unit, own, self.ledger, self._scratch, self._alarm) for unit, own in chosen.items()
-        ]
+        unit_comms = [decide_comms(unit, own, self._shared) for unit, own in chosen.items()]
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
             if old.pair is not None and new.pair is not None:
                 new.pair.take_over(old.pair)
@@ -154,7 +151,7 @@ class ZeroPP:
         Every rank saves its own, beside the model and the optimizer; `torch.load` with `weights_only=True`
         reads it.
         """
-        self._alarm.raise_if_any()
+        self._shared.alarm.raise_if_any()
         units = {
             comms.unit.name: {"weights": gather.state_dict(), "gradients": reduce.state_dict()}
             for comms, gather, reduce in self._installed()
@@ -317,7 +314,7 @@ class ZeroPP:
         self._raise_if_pending()
         for _, all_gather, _ in self._installed():
             all_gather.release()
-        self._scratch.release()
+        self._shared.scratch.release()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long hops wait for other ranks; at first, it is what init_process_group was given. For
@@ -340,7 +337,8 @@ class ZeroPP:
     def remove(self) -> None:
         """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
         self._raise_if_pending()
-        self._alarm.raise_if_any()
+        self._shared.alarm.raise_if_any()
+        self._shared.overlap.remove()
         for comms in self.unit_comms:
             comms.remove()
         self._remove_hooks()
@@ -371,7 +369,7 @@ class ZeroPP:
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
                 comms.unit.send_unused_gradients()  # kept errors need one layout in every step
-        self._steps = OptimizerSteps(self.unit_comms, self._alarm)
+        self._steps = OptimizerSteps(self.unit_comms, self._shared.alarm)
         self._handles += self._steps.register()
 
     def _installed(self) -> Iterator[tuple[UnitComms, AllGather, ReduceScatter]]:

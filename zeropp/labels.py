@@ -6,8 +6,9 @@ import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
-from torch._C._autograd import _profiler_enabled
-from torch.profiler import record_function
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, profile, record_function
 
 Collective = Literal["all_gather", "reduce_scatter"]
 
@@ -42,4 +43,11 @@ class Label(NamedTuple):
 def labelled(text: str) -> AbstractContextManager[Any]:
     """Gives what runs inside this label in a profile, if one is being taken: else a label would cost about as
     much as the operation inside it."""
-    return record_function(text) if _profiler_enabled() else _NO_PROFILE
+    return record_function(text) if profiler._is_profiler_enabled else _NO_PROFILE
+
+
+def profile_all_threads(**options: Any) -> profile:
+    """A profile of the CPU that has the hops in it: there they run in threads (comm/lanes.py), and by default
+    torch's profile is of the thread that takes it."""
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere, **options)

@@ -271,9 +271,8 @@ def _prepare_ring(
     wire = Wire("measure", topology, Ledger(), Scratch())
     rows = torch.zeros(hop.size, wanted // (hop.size - 1) // 2, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(rows[:1])
-    run = partial(
-        reduce_scatter_bf16, wire, rows, out, _world(), dist.ReduceOp.SUM, factor=1.0, chunks=Config.chunks
-    )
+    op, chunks = dist.ReduceOp.SUM, Config.chunks
+    run = partial(reduce_scatter_bf16, wire, hop, rows, out, _world(), op, factor=1.0, chunks=chunks)
     return run, (hop.size - 1) * out.nbytes
 
 

@@ -54,6 +54,11 @@ class Strategy:
             return "needs more than one rank per node"
         return None
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it sends while it computes, on a CPU too: overlap.py. FSDP2 by itself does not, there."""
+        return self.config is not None and self.config.overlap
+
     def sharding_options(self, ranks_per_node: int) -> dict[str, Any]:
         """What `fully_shard` gets for every unit. Needs a process group; HSDP's mesh is made here."""
         options: dict[str, Any] = {}
@@ -85,7 +90,8 @@ COMPUTE = Strategy("compute", "compute only (nothing is sent)", engine="compute"
 _two_hop_16bit = Config.wire16(route="two-hop")
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy("fsdp2", "FSDP2 as it comes (fp32)"),
-    Strategy(BASELINE, "FSDP2, 16-bit wire: the baseline", Config.wire16()),
+    Strategy(BASELINE, "FSDP2, 16-bit wire, serial: the baseline", Config.wire16(overlap=False)),
+    Strategy("wire16-overlap", "16-bit wire, overlapped", Config.wire16()),
     Strategy(
         "wire16-accumulate", "16-bit wire, set_requires_gradient_sync", Config.wire16(), sync="gradients"
     ),
@@ -94,6 +100,12 @@ STRATEGIES: tuple[Strategy, ...] = (
         "wire16-reshard", "16-bit wire, reshard_after_forward=int", Config.wire16(), reshard_in_node=True
     ),
     Strategy("hsdp", "HSDP, gradients as bf16", is_hsdp=True, sync="replicas"),
+    Strategy(
+        "hfsdp",
+        "HFSDP (as in Megatron-FSDP)",
+        Config(weights="bf16", gradients_in_node="bf16", gradients_across="bf16"),
+        sync="across",
+    ),
     Strategy("qwz", "qwZ alone", Config.wire16(route="two-hop", weights="int8"), is_ours=True),
     Strategy("hpz", "hpZ alone", Config.wire16(route="two-hop", secondary=True), is_ours=True),
     Strategy(
@@ -104,6 +116,9 @@ STRATEGIES: tuple[Strategy, ...] = (
     ),
     Strategy("paper", "the paper's set", Config.paper(), is_ours=True),
     Strategy(DEFAULT, "zeropp's default", Config(), sync="across", is_ours=True),
+    Strategy(
+        "default-serial", "zeropp's default, serial", Config(overlap=False), sync="across", is_ours=True
+    ),
     Strategy(
         "unrotated", "zeropp's default, rotate=False", Config(rotate=False), sync="across", is_ours=True
     ),

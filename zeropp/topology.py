@@ -34,7 +34,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .groups import group_of, set_timeout, world
+from .groups import group_of, set_timeout, timeout_of, world
 
 HopName = Literal["in-node", "across", "flat"]
 
@@ -52,6 +52,10 @@ class Hop:
         """Change how long this rank waits in the hop, if its group is ours."""
         if self.group is not None:
             set_timeout(self.group, timeout)
+
+    def wait_for(self, message: dist.Work) -> None:
+        """Wait for a message between two of its ranks: gloo would wait as long as its group was made with."""
+        message.wait() if self.group is None else message.wait(timeout_of(self.group))
 
 
 @dataclass(frozen=True)
@@ -139,11 +143,12 @@ class Topology:
             f"node {number}: ranks {[self.ranks[p] for p in node]}" for number, node in enumerate(self.nodes)
         )
 
-    def hops(self, direction: str = "") -> tuple[Hop, ...]:
+    def hops(self, direction: str = "", *, own_groups: bool = False) -> tuple[Hop, ...]:
         """The hops of a gather, (across, in-node), or the only one that this layout has. Collective.
 
         A reduction takes them in reverse. The groups are made once and shared by all units: see groups.py.
-        Each `direction` has its own, so that gathers and reductions do not wait for each other's turn.
+        Each `direction` has its own, so that gathers and reductions do not wait for each other's turn. An
+        only hop has the group that FSDP2 passes, unless `own_groups`.
         """
         if not self.is_even:
             raise ValueError(
@@ -151,17 +156,19 @@ class Topology:
                 "need the same number on each: set Config.node_size, shard over a mesh that takes the same "
                 "number of ranks from each node, or use route='flat'"
             )
-        if self.is_one_node:
-            return (Hop("in-node", self.size, None),)
-        if len(self.rails) == 1:
-            return (Hop("across", self.size, None),)
+        if self.is_one_node or len(self.rails) == 1:
+            name: HopName = "in-node" if self.is_one_node else "across"
+            return (Hop(name, self.size, self._everyone(direction) if own_groups else None),)
         # Every rank makes its in-node group first: no rank waits in one kind for a rank in the other.
         in_node = group_of(self._members(self.nodes), f"zeropp_in_node{direction}")
         across = group_of(self._members(self.rails), f"zeropp_across{direction}")
         return Hop("across", len(self.nodes), across), Hop("in-node", len(self.rails), in_node)
 
-    def flat_hop(self) -> Hop:
-        return Hop("flat", self.size, None)
+    def flat_hop(self, direction: str = "", *, own_groups: bool = False) -> Hop:
+        return Hop("flat", self.size, self._everyone(direction) if own_groups else None)
+
+    def _everyone(self, direction: str) -> ProcessGroup:
+        return group_of(self.ranks, f"zeropp_all{direction}")
 
     def _members(self, groups: Sequence[Sequence[int]]) -> list[int]:
         """Global ranks of the one of `groups` that this process is in."""

@@ -15,6 +15,7 @@ from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch, Wire
 from .config import Config
 from .fsdp import Unit
 from .kept import Kept
+from .overlap import Overlap, UnitOverlap, can_overlap
 from .quant import QUANTIZABLE_DTYPES
 from .topology import Hop, Topology
 from .zero_grad import GradientWatch
@@ -218,26 +219,38 @@ def choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Co
     return chosen
 
 
-def decide_comms(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch, alarm: Alarm) -> UnitComms:
+class Shared(NamedTuple):
+    """What all units of a model have in common."""
+
+    ledger: Ledger
+    scratch: Scratch
+    alarm: Alarm
+    overlap: Overlap
+
+    @classmethod
+    def new(cls) -> Shared:
+        return cls(Ledger(), Scratch(), Alarm(), Overlap())
+
+
+def decide_comms(unit: Unit, config: Config, shared: Shared) -> UnitComms:
     """Decide what the unit sends. Changes nothing in the model, but may create process groups."""
     comms = UnitComms(unit, config, left_alone=unit.why_left_alone())
     if comms.left_alone or unit.group is None:
         return comms
     comms.separates_reductions = unit.reduces_in_own_group
     comms.topology = topology = Topology.of(unit.group, config.node_size)
-    hops: tuple[Hop, ...] = (topology.flat_hop(),)
-    back = hops
-    if config.route == "two-hop":
-        hops = back = topology.hops()
-        if comms.separates_reductions:
-            back = topology.hops("_reduce")
-    wire = Wire(unit.name, topology, ledger, scratch, alarm)
+    beside = UnitOverlap(unit, shared.overlap) if config.overlap and can_overlap(unit) else None
+    hops, back = _hops_of(topology, config, comms.separates_reductions, in_lanes=beside is not None)
+    wire = Wire(unit.name, topology, shared.ledger, shared.scratch, shared.alarm)
     for_weights = config
     if unit.gather_extensions() or not unit.gather_dtypes() & QUANTIZABLE_DTYPES:
         for_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
     comms.pair = CommPair(
-        AllGather(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
-        ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_lengths),
+        AllGather(
+            *(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
+            before=None if beside is None else beside.before_gather,
+        ),
+        ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_lengths, beside),
     )
     as_they_are = _why_weights_stay(unit)
     if config.weights != "none" and as_they_are:
@@ -257,6 +270,20 @@ def decide_comms(unit: Unit, config: Config, ledger: Ledger, scratch: Scratch, a
     if comms.separates_reductions:
         comms.notes.append("gradients in process groups of their own")
     return comms
+
+
+def _hops_of(
+    topology: Topology, config: Config, separates_reductions: bool, in_lanes: bool
+) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+    """The hops of gathers, and those of reductions, in the order of a gather."""
+    directions = ("", "_reduce" if separates_reductions else "")
+    if in_lanes:  # [Note: Order in a lane] in comm/lanes.py
+        directions = ("_gather_lane", "_reduce_lane")
+    if config.route == "two-hop":
+        gathers, reductions = (topology.hops(name, own_groups=in_lanes) for name in directions)
+    else:
+        gathers, reductions = ((topology.flat_hop(name, own_groups=in_lanes),) for name in directions)
+    return gathers, reductions
 
 
 def _why_weights_stay(unit: Unit) -> str | None:

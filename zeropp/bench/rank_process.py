@@ -21,9 +21,9 @@ from typing import assert_never
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.profiler import ProfilerActivity, profile
 
 from ..lab.cluster import INTERFACE
+from ..labels import profile_all_threads
 from ..peak_memory import PeakMemory
 from .messages import (
     Answer,
@@ -111,7 +111,7 @@ class RankProcess:
 
     def _profile_step(self, request: ProfileStep) -> ProfiledStep:
         dist.barrier()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile_all_threads() as profiler:
             started = time.monotonic()
             self._training().step(request.micro_batches)
             step_ms = (time.monotonic() - started) * 1e3

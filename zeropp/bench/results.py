@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..lab.link_properties import format_rate
-from ..strategies import BASELINE, DEFAULT, NOT_RUN, STRATEGIES, Strategy
+from ..strategies import BASELINE, DEFAULT, NOT_RUN, STRATEGIES, Strategy, find_strategy
 from .workload import Workload
 
 
@@ -93,8 +93,18 @@ class Results:
         return statistics.median(self.compute_ms[micro_batches])
 
     def limit_ms(self, cell: Cell) -> float:
-        """Compute, and then the busiest link's bytes at line rate."""
-        return self.compute_median_ms(cell.micro_batches) + cell.busiest_bytes * 8e3 / self.link_bit_s
+        """What no step can beat: compute, and the busiest link's bytes at line rate, one after the other, or
+        beside each other as far as they can be.
+
+        Nothing computes while the weights of the first unit and of the first block are on their way in
+        forward, and while their gradients, the last, are: their share of the bytes cannot be hidden.
+        """
+        compute_ms = self.compute_median_ms(cell.micro_batches)
+        wire_ms = cell.busiest_bytes * 8e3 / self.link_bit_s
+        if not find_strategy(cell.strategy).overlaps:
+            return compute_ms + wire_ms
+        exposed_ms = self.workload.first_and_last_share * wire_ms
+        return exposed_ms + max(compute_ms, wire_ms - exposed_ms)
 
     def speedup(self, cell: Cell) -> float | None:
         """Throughput relative to the baseline's."""

@@ -50,6 +50,15 @@ class Workload:
         )
         return GPT(config, self.seed)
 
+    @property
+    def first_and_last_share(self) -> float:
+        """The share of parameters that are in the root unit or in the first block: gathered before anything
+        computes, reduced after everything has."""
+        with torch.device("meta"):
+            model = self.build_model()
+        others = sum(p.numel() for block in list(model.blocks)[1:] for p in block.parameters())
+        return 1 - others / sum(p.numel() for p in model.parameters())
+
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean loss of next bytes: logits [batch, context, 256], targets [batch, context]."""

@@ -19,10 +19,11 @@ from torch.distributed import ProcessGroup
 
 from ..config import Config
 from ..topology import Hop
-from .beside import StreamWork, run_beside
+from .beside import run_beside
 from .capture import refuse_capture
 from .column_groups import Split, Weight, buffer_of, column_groups, split_of
 from .group_gather import GroupGather
+from .lanes import lane
 from .layout import kept_codec_name
 from .node_shard import NodeShard
 from .pipeline import run_pipelined
@@ -54,7 +55,10 @@ class AllGather:
         weights: Callable[[], tuple[Weight, ...]] = tuple,
         versions: Callable[[], Sequence[int]] = tuple,
         split: Callable[[], Split] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
+        """`before` is called before each gather, if gathers overlap with what the training thread computes;
+        None: they do not."""
         self.wire = wire
         self.config = config
         self.hops = hops
@@ -76,12 +80,14 @@ class AllGather:
         """Whether an optimizer has, since the last gather."""
         self.owner: Any = None
         """Whoever installed this comm; keeps it alive with the model."""
-        self._beside: StreamWork | None = None
-        """The last gather beside the current stream, until the next gather."""
+        self._before = before
+        self._beside: dist.Work | None = None
+        """The last gather beside the current stream or thread, until somebody needs its result."""
 
     @property
     def node_shards(self) -> list[NodeShard]:
         """What is kept of each group; empty if nothing is."""
+        self._settle()
         return [group.node_shard for group in self.groups if group.node_shard is not None]
 
     def codec_name(self, hop: Hop) -> str:
@@ -96,6 +102,7 @@ class AllGather:
     def after_step(self, changed: Collection[int] | None = None) -> None:
         """An optimizer changed these parameters, or all: the next gather of their groups starts from the
         shard. See [Note: Regrouping] in column_groups.py."""
+        self._settle()
         if not self._has_stepped:
             self._has_stepped = True
             split = self._ask_split()
@@ -120,6 +127,7 @@ class AllGather:
         """Go on with what `other` has kept, if it means the same under this Config."""
         if any(getattr(self.config, name) != getattr(other.config, name) for name in WEIGHTS_FIELDS):
             return
+        other._settle()
         self._weights, self._splits, self._buffer = other._weights, other._splits, other._buffer
         self.groups = self._make_groups()
         for group, kept in zip(self.groups, other.groups, strict=True):
@@ -160,6 +168,10 @@ class AllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         world_size, numel, dtype = self.wire.topology.size, input_tensor.numel(), input_tensor.dtype
+        self._settle()
+        if self._before is not None:
+            self._before()
+            async_op = True
         if group.size() != world_size:
             # reshard_after_forward=int: FSDP2 gathers weights that it already has, decoded, on fewer ranks.
             return self._as_it_is(output_tensor, input_tensor, group, async_op, "post-forward")
@@ -175,16 +187,22 @@ class AllGather:
         device = input_tensor.device
         refuse_capture(self.wire.unit, device)
         self.wire.alarm.raise_if_known()
-        out = output_tensor.view(world_size, -1)
-        if self._beside is not None:  # in case that nobody has waited for it
-            self._beside.wait()
-            self._beside = None
-        if async_op and device.type != "cpu":
-            run = partial(self._gather, input_tensor, out, group)
+        run = partial(self._gather, input_tensor, output_tensor.view(world_size, -1), group)
+        if self._before is not None:
+            for part in self.groups:
+                part.reserve(device)
+            self._beside = lane("gather").run(self.wire.unit, run)
+        elif async_op and device.type != "cpu":
             self._beside = run_beside(device, run, (output_tensor, input_tensor))
-            return self._beside
-        self._gather(input_tensor, out, group)
-        return None
+        else:
+            run()
+        return self._beside
+
+    def _settle(self) -> None:
+        """Wait for the last gather, in case that nobody has: what it leaves behind is there from now on."""
+        if self._beside is not None:
+            beside, self._beside = self._beside, None
+            beside.wait()
 
     def _gather(self, shard: Tensor, out: Tensor, group: ProcessGroup) -> None:
         """shard [S] of every rank -> out [W, S]."""

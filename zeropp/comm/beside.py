@@ -10,7 +10,7 @@ belong to the caller's: the work keeps them until some stream has been ordered a
 be given back, and to another tensor, while hops still write to them. Whoever drops a work without waiting
 must keep them so long, too: `AllGather` keeps its last work until the next gather.
 
-On a CPU there are no streams: a gather is complete on return, and returns None.
+On a CPU there are no streams, and lanes.py has threads instead.
 """
 
 from __future__ import annotations

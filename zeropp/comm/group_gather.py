@@ -82,6 +82,13 @@ class GroupGather:
             return 0
         return sum(self.hops[0].size * chunk.sent.row_bytes for chunk in self.chunks)
 
+    def reserve(self, device: torch.device) -> None:
+        """Have the memory of the node shard, from the thread that will give it up again: what a short-lived
+        thread has allocated, malloc need not give back to the system."""
+        if self.node_shard is not None:
+            for chunk in self.chunks:
+                self.node_shard.buffer(chunk.number, self.hops[0].size, chunk.sent.row_bytes, device)
+
     @contextmanager
     def gathering(self, shard: Tensor, out: Tensor, group: ProcessGroup) -> Iterator[Gathering]:
         """Around the gather of a unit's shard [S] to out [W, S]: decides what is sent, and notes that it was.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
+from threading import Lock
 from typing import Literal, NamedTuple
 
 from rich.console import Console
@@ -89,25 +90,29 @@ class Ledger:
         self._sent: dict[Key, Traffic] = {}
         self._baseline: dict[Key, Traffic] = {}
         self._work: dict[WorkKey, CodecWork] = {}
+        self._lock = Lock()  # on a CPU, gathers and reductions count in threads of their own
 
     def record(
         self, unit: str, collective: Collective, hop: str, *, wire_bytes: int, across_bytes: int
     ) -> None:
-        _count(self._sent, Key(unit, collective, hop), wire_bytes, across_bytes)
+        with self._lock:
+            _count(self._sent, Key(unit, collective, hop), wire_bytes, across_bytes)
 
     def record_baseline(
         self, unit: str, collective: Collective, *, wire_bytes: int, across_bytes: int
     ) -> None:
         """What FSDP2 with a 16-bit wire would have sent for a call that FSDP2 has just made."""
-        _count(self._baseline, Key(unit, collective, "fsdp2-16bit"), wire_bytes, across_bytes)
+        with self._lock:
+            _count(self._baseline, Key(unit, collective, "fsdp2-16bit"), wire_bytes, across_bytes)
 
     def record_work(self, key: WorkKey, elements: int) -> None:
         """One call of a codec."""
-        work = self._work.get(key)
-        if work is None:
-            work = self._work[key] = CodecWork()
-        work.calls += 1
-        work.elements += elements
+        with self._lock:
+            work = self._work.get(key)
+            if work is None:
+                work = self._work[key] = CodecWork()
+            work.calls += 1
+            work.elements += elements
 
     def rows(self) -> Iterator[tuple[Key, Traffic]]:
         """Every counter, in order of first use."""

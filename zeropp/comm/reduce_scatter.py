@@ -41,6 +41,7 @@ from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
 from .feedback import Feedback, warn_not_used
+from .lanes import lane
 from .layout import HopCodec, Leg, ReduceChunk, ReduceLayouts, reduce_chunks
 from .pipeline import run_pipelined
 from .ring import reduce_scatter_bf16
@@ -67,6 +68,14 @@ class Gradients(Protocol):
     def raise_if_gone(self) -> None: ...
 
 
+class Overlapping(Protocol):
+    """Lets reductions go on while FSDP2 does: see overlap.py."""
+
+    def may_be_late(self, numel: int) -> bool: ...
+
+    def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor) -> None: ...
+
+
 class NoiseArguments(TypedDict):
     """What stochastic rounding needs, in every call of a codec."""
 
@@ -88,6 +97,8 @@ class Chunk:
     factor: float
     """What the sum over all ranks is multiplied by."""
     group: ProcessGroup
+    goes_across: bool
+    """False: only as far as the node slice."""
 
 
 class ReduceScatter:
@@ -100,8 +111,11 @@ class ReduceScatter:
         config: Config,
         gradients: Gradients | None = None,
         parameters: Callable[[], tuple[int, ...]] = tuple,
+        overlap: Overlapping | None = None,
     ) -> None:
         self.wire = wire
+        self._overlap = overlap
+        """None: a reduction is complete on return."""
         self.parameters = parameters
         """Elements of each in a shard, in its order. Asked in every reduction: the order is known only when
         training has started, and what is trained may change."""
@@ -190,25 +204,62 @@ class ReduceScatter:
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        world_size, dtype = self.wire.topology.size, input_tensor.dtype
         if self._counts_baseline and not self._flushing:
             self.wire.count_baseline("reduce_scatter", output_tensor.numel())
+        if self._overlap is None:
+            return self._start(output_tensor, input_tensor, group, op, async_op)
+        if is_last_operation(op) and self._overlap.may_be_late(output_tensor.numel()):
+            reduced = torch.empty_like(output_tensor)
+            work = self._start(reduced, input_tensor, group, op, async_op=True)
+            if work is not None:
+                output_tensor.fill_(-0.0)  # [Note: Gradients that come late] in overlap.py
+                self._overlap.expect(work, input_tensor, reduced)
+        elif (work := self._start(output_tensor, input_tensor, group, op, async_op=True)) is not None:
+            work.wait()
+        return None
+
+    def _start(
+        self,
+        output: Tensor,
+        gradients: Tensor,
+        group: ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Decide how to reduce, and do it, or have it done: it is complete when what is returned is, or when
+        there is nothing to return."""
+        world_size, dtype = self.wire.topology.size, gradients.dtype
         flat_as_it_is = self.hops[0].name == "flat" and self.codec_names["flat"] == "none"
         if flat_as_it_is or dtype not in QUANTIZABLE_DTYPES:
-            return self._as_it_is(output_tensor, input_tensor, group, op, async_op)
-        if output_tensor.numel() == 0:
+            return self._as_it_is(output, gradients, group, op, async_op)
+        if output.numel() == 0:
             return None
-        refuse_capture(self.wire.unit, input_tensor.device)
+        refuse_capture(self.wire.unit, gradients.device)
         self.wire.alarm.raise_if_known()
 
-        rows, out = input_tensor.view(world_size, -1), output_tensor.view(1, -1)
+        rows, out = gradients.view(world_size, -1), output.view(1, -1)
         factor = scale_of(op, world_size)
         if self.hops[0].name == "flat" and self.codec_names["flat"] == "bf16":
-            reduce_scatter_bf16(self.wire, rows, out, group, op, factor, self.config.chunks)
-            return None
-        pending = self._pending_for(rows)
+            chunks, hop = self.config.chunks, self.hops[0]
+            run = partial(reduce_scatter_bf16, self.wire, hop, rows, out, group, op, factor, chunks)
+        else:
+            run = partial(self._run, self._chunks(rows, out, group, factor))
+        if self._overlap is not None:
+            return lane("reduce").run(self.wire.unit, run)
+        run()
+        return None
+
+    def _chunks(self, rows: Tensor, out: Tensor, group: ProcessGroup, factor: float) -> list[Chunk]:
+        """What is to be reduced, cut; and what is put off is noted as pending."""
+        pending, sync_across = self._pending_for(rows), self.sync_across
         at_once = len(self.hops) == 1 and pending is None and self.feedback is None
-        chunks = (
+        self.pending = None
+        if pending is not None and not sync_across:
+            out.zero_()
+            self.pending = pending
+            if self._gradients is not None:
+                self._gradients.deferred()
+        return [
             Chunk(
                 layout,
                 rows[:, layout.at],
@@ -216,19 +267,14 @@ class ReduceScatter:
                 None if pending is None else pending[:, layout.at],
                 factor,
                 group,
+                sync_across,
             )
-            for layout in self._layouts.of(rows.shape[1], dtype, self.parameters(), at_once)
-        )
+            for layout in self._layouts.of(rows.shape[1], rows.dtype, self.parameters(), at_once)
+        ]
+
+    def _run(self, chunks: list[Chunk]) -> None:
         run_pipelined(self._reduce(chunk) for chunk in chunks)
         self.calls += 1
-        if pending is not None and not self.sync_across:
-            output_tensor.zero_()
-            self.pending = pending
-            if self._gradients is not None:
-                self._gradients.deferred()
-        else:
-            self.pending = None
-        return None
 
     def _pending_for(self, rows: Tensor) -> Tensor | None:
         """The node slice [N, S] to add this micro-batch to, or None if there is nothing to put off.
@@ -296,7 +342,7 @@ class ReduceScatter:
             self._decode_sum(leg.in_sums, arrived, sums, chunk.factor, accumulate=True)
         if not before:  # one rank a node: its own gradients are the node slice
             sums.add_(chunk.rows, alpha=chunk.factor)
-        if not self.sync_across:
+        if not chunk.goes_across:
             if pending is not None and pending is not sums:
                 round_at_random(sums, pending, **self._noise(chunk, "pending"))
             return
@@ -373,3 +419,8 @@ def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
     if isinstance(op, ReduceOp) and kind == ReduceOp.PREMUL_SUM:
         return float(op.factor)
     raise ValueError(f"cannot reduce gradients with {op}; FSDP2 uses AVG, SUM or PREMUL_SUM")
+
+
+def is_last_operation(op: ReduceOp | ReduceOp.RedOpType) -> bool:
+    """Whether FSDP2 takes the result as it is: it divides only after plain sums."""
+    return bool(getattr(op, "op", op) != ReduceOp.SUM)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from ..topology import Hop
 from .chunks import column_chunks
 from .ledger import WorkKey
 from .pipeline import run_pipelined
@@ -37,6 +38,7 @@ CHUNK_MULTIPLE = 16  # elements; there are no blocks to respect, and any number 
 
 def reduce_scatter_bf16(
     wire: Wire,
+    hop: Hop,
     rows: Tensor,
     out: Tensor,
     group: ProcessGroup,
@@ -48,7 +50,7 @@ def reduce_scatter_bf16(
     if rows.device.type == "cpu":  # gloo's own sends twice as much, and knows no PREMUL_SUM
         scale = None if factor == 1.0 else torch.tensor(factor, dtype=WIRE_DTYPE)
         run_pipelined(
-            _pass_around(wire, number, rows[:, columns.at], out[:, columns.at], group, scale)
+            _pass_around(wire, hop, number, rows[:, columns.at], out[:, columns.at], group, scale)
             for number, columns in enumerate(column_chunks(rows.shape[1], CHUNK_MULTIPLE, most=chunks))
         )
         return
@@ -64,12 +66,19 @@ def reduce_scatter_bf16(
 
 
 def _pass_around(
-    wire: Wire, number: int, rows: Tensor, out: Tensor, group: ProcessGroup, scale: Tensor | None
+    wire: Wire,
+    hop: Hop,
+    number: int,
+    rows: Tensor,
+    out: Tensor,
+    group: ProcessGroup,
+    scale: Tensor | None,
 ) -> Generator[None]:
     """Some columns of the rows [W, S], out of messages between neighbours. Yields while one is on the way.
 
     Every rank sends and receives the chunks in the same order, so the k-th message is the same for both ends.
     """
+    group = hop.group or group
     ring, label = wire.topology.ring, partial(wire.label, "reduce_scatter")
     size, place = len(ring), ring.index(wire.topology.rank)
     successor, predecessor = ring[(place + 1) % size], ring[place - 1]
@@ -93,7 +102,7 @@ def _pass_around(
         with label("flat"):
             for message in messages:
                 if message is not None:
-                    message.wait()
+                    hop.wait_for(message)
         with label("decode"):
             arriving.add_(own)  # [Note: Sums as NCCL makes them]
         held, arriving = arriving, held

@@ -45,7 +45,7 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.numel() for buffer in self._buffers.values())
+        return sum(buffer.numel() for buffer in list(self._buffers.values()))
 
 
 def empty_outside_inference(nbytes: int, device: torch.device) -> Tensor:
@@ -107,7 +107,7 @@ class Wire:
         """pieces [hop.size, ...]: each member has filled its own, and gets the others. Yields on the way."""
         group, me = hop.group or group, self.member(hop)
         with self.label("all_gather", hop.name):
-            if _is_direct(hop, pieces):
+            if is_direct := _is_direct(hop, pieces):
                 works = _swap(group, {peer: (pieces[me], pieces[peer]) for peer in _peers(hop, me)})
             else:
                 works = [dist.all_gather_single(pieces.view(-1), pieces[me].view(-1), group, async_op=True)]
@@ -115,13 +115,16 @@ class Wire:
         yield
         with self.label("all_gather", hop.name):
             for work in works:
-                work.wait()
+                if is_direct:
+                    hop.wait_for(work)
+                else:
+                    work.wait()
 
     def all_to_all(self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor) -> Generator[None]:
         """out[k] = what member k had in pieces[own rank]; both [hop.size, ...]. Yields on the way."""
         group, me = hop.group or group, self.member(hop)
         with self.label("reduce_scatter", hop.name):
-            if _is_direct(hop, pieces):
+            if is_direct := _is_direct(hop, pieces):
                 works = _swap(group, {peer: (pieces[peer], out[peer]) for peer in _peers(hop, me)})
                 out[me].copy_(pieces[me])
             else:
@@ -130,7 +133,10 @@ class Wire:
         yield
         with self.label("reduce_scatter", hop.name):
             for work in works:
-                work.wait()
+                if is_direct:
+                    hop.wait_for(work)
+                else:
+                    work.wait()
 
     def count_ring(
         self, collective: Collective, hop_name: str, group: ProcessGroup, piece_bytes: int

@@ -25,11 +25,12 @@ COLUMNS = (
 )
 EXPLANATION = (
     "step: median ± half the interquartile range. vs baseline: throughput. limit: compute + wire bytes / "
-    "line rate. cores: CPU time of all ranks / cores of this machine, another lower bound. bytes: sent per "
-    "node, parameter and step, from the interface counters; ledger: what zeropp counted. loss: of a longer "
-    "run on the same data. peak: resident memory of a rank over its start; of which model state (weights, "
-    "gradients, optimizer) and communication state. fp32 lines are as gloo sends them: its reduce-scatter "
-    "takes twice the bytes of a ring. * best of its column"
+    "line rate, or, overlapped, the longer of the two plus what cannot be hidden. cores: CPU time of all "
+    "ranks / cores of this machine, another lower bound. bytes: sent per node, parameter and step, from the "
+    "interface counters; ledger: what zeropp counted. loss: of a longer run on the same data. peak: resident "
+    "memory of a rank over its start; of which model state (weights, gradients, optimizer) and communication "
+    "state. fp32 lines are as gloo sends them: its reduce-scatter takes twice the bytes of a ring. * best of "
+    "its column"
 )
 
 

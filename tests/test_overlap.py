@@ -1,0 +1,219 @@
+"""Overlap on CPU: the same bits with and without, whatever the loop does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import zeropp
+from tests.configs import CONFIGS
+from tests.ranks import RankError, Ranks
+from tests.training import Net, Trainer, make_net
+from zeropp.labels import Label, profile_all_threads
+
+ALL = {
+    **CONFIGS,
+    "off": zeropp.Config.off(node_size=2),
+    "wire16": zeropp.Config.wire16(node_size=2),
+    "wire16 on two hops": zeropp.Config.wire16(node_size=2, route="two-hop"),
+    "flat integers": zeropp.Config(
+        route="flat", gradients_in_node="int8", gradients_across="int8", secondary=False, node_size=2
+    ),
+    "no node shard": zeropp.Config(secondary=False, node_size=2),
+}
+
+
+def _bits(trainer: Trainer) -> list[Tensor]:
+    return [tensor.clone() for tensor in trainer.local_gradients().values()]
+
+
+def _train(config: zeropp.Config, micro_batches: int) -> tuple[list[float], list[Tensor]]:
+    """Steps with accumulation, clipping, and an evaluation after each."""
+    trainer = Trainer(config, micro_batches=micro_batches, accumulate_in_node=True)
+    losses = []
+    for _ in range(3):
+        trainer.optimizer.zero_grad()
+        losses.append(trainer.backward())
+        losses.append(nn.utils.clip_grad_norm_(trainer.net.parameters(), 0.5).full_tensor().item())  # type: ignore[attr-defined]
+        trainer.optimizer.step()
+        losses.append(trainer.evaluate())
+    return losses, _bits(trainer)
+
+
+def _with_and_without(config: zeropp.Config, micro_batches: int) -> None:
+    (with_it, gradients), (without, expected) = (
+        _train(replace(config, overlap=overlap), micro_batches) for overlap in (True, False)
+    )
+    assert with_it == without
+    assert len(gradients) == len(expected)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))  # signs of zeros, too
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_changes_no_bit(ranks: Ranks, name: str) -> None:
+    ranks.run(_with_and_without, ALL[name], 2)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (1, 3), (3, 1), (6, 1)])
+@pytest.mark.parametrize("name", ["default", "wire16"])
+def test_it_changes_no_bit_on_any_layout(ranks: Ranks, name: str, shape: tuple[int, int]) -> None:
+    nodes, per_node = shape
+    ranks.run(_with_and_without, replace(ALL[name], node_size=per_node), 1, world=nodes * per_node)
+
+
+def _threads_of_hops(overlap: bool) -> tuple[set[int], int, bool]:
+    """Threads that hops ran in, the training thread, and whether FSDP2 was told to look ahead."""
+    trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap))
+    trainer.step()
+    with profile_all_threads() as prof:
+        trainer.step()
+    events = list(prof.events())
+    hops = {event.thread for event in events if Label.read(event.name)}
+    (mine,) = {event.thread for event in events if event.name == "FSDP::root_pre_forward"} or {
+        event.thread for event in events if event.name == "aten::linear"
+    }
+    states = [
+        cast(Any, module)._get_fsdp_state()
+        for module in trainer.net.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    looks_ahead = sum(bool(state._states_to_forward_prefetch) for state in states)
+    assert trainer.zpp is not None
+    trainer.zpp.remove()
+    assert not any(state._states_to_forward_prefetch for state in states)
+    return hops, mine, looks_ahead == len(states) - 1
+
+
+def test_hops_run_in_threads_of_their_own_and_gathers_start_early(ranks: Ranks) -> None:
+    for hops, mine, looks_ahead in ranks.run(_threads_of_hops, True):
+        assert hops
+        assert mine not in hops
+        assert looks_ahead
+    for hops, mine, looks_ahead in ranks.run(_threads_of_hops, False):
+        assert hops == {mine}
+        assert not looks_ahead
+
+
+def _with_own_prefetch() -> bool:
+    net = make_net()
+    first, second = (cast(FSDPModule, block) for block in net.blocks)
+    first.set_modules_to_forward_prefetch([second])
+    trainer = Trainer(zeropp.Config(node_size=2), net=net)
+    trainer.step()
+    states = [cast(Any, module)._get_fsdp_state() for module in (net, first, second)]
+    return [len(state._states_to_forward_prefetch) for state in states] == [0, 1, 0]
+
+
+def test_what_the_user_told_fsdp2_to_gather_early_stays(ranks: Ranks) -> None:
+    assert all(ranks.run(_with_own_prefetch))
+
+
+def _mixed(overlap: bool) -> tuple[list[float], list[Tensor]]:
+    """bf16 parameters whose gradients FSDP2 converts after the reduction, added up over two backwards."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap), net=make_net(mp_policy=policy))
+    losses = [trainer.backward() for _ in range(3)]
+    return losses, _bits(trainer)
+
+
+def _hooked(overlap: bool) -> tuple[list[float], list[Tensor]]:
+    """The optimizer in backward: hooks look at `.grad` and take it."""
+    net = make_net()
+    seen: list[Tensor] = []
+
+    def take(p: Any) -> None:
+        seen.append(p.grad.to_local().clone())
+        p.grad = None
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap), net=net)
+    return [trainer.backward() for _ in range(2)], seen
+
+
+def _failed_in_between(overlap: bool) -> tuple[list[float], list[Tensor]]:
+    """A backward that raises on every rank after the last block's gradients are on their way."""
+    trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap))
+    losses = [trainer.step()]
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise RuntimeError("in the middle")
+
+    def forward_and_fail(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(fail)  # type: ignore[no-untyped-call]
+
+    hook = trainer.net.blocks[0].register_forward_hook(forward_and_fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer.backward()
+    hook.remove()
+    cast(FSDPModule, trainer.net).reset_iter_state()  # as FSDP2 asks for
+    losses += [trainer.step(), trainer.step()]
+    return losses, _bits(trainer)
+
+
+@pytest.mark.parametrize("run", [_mixed, _hooked, _failed_in_between])
+def test_it_changes_no_bit_in(ranks: Ranks, run: Any) -> None:
+    for (losses, gradients), (expected, theirs) in zip(
+        ranks.run(run, True), ranks.run(run, False), strict=True
+    ):
+        assert losses == expected
+        assert len(gradients) == len(theirs) > 0
+        for ours, other in zip(gradients, theirs, strict=True):
+            assert torch.equal(ours, other)
+
+
+def _peer_dies() -> None:
+    """Who talks to the dead one raises at once; the others, who wait for those, after the timeout."""
+    trainer = Trainer(zeropp.Config(node_size=2))
+    trainer.step()
+    assert trainer.zpp is not None
+    trainer.zpp.set_timeout(timedelta(seconds=10))
+    if dist.get_rank() == 3:
+        trainer.net.blocks[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    for _ in range(100):
+        trainer.step()
+
+
+def test_a_killed_peer_is_an_error_on_the_others_that_names_the_unit(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(_peer_dies, grace=90)
+    said = str(caught.value)
+    assert "rank 3:\nthe process died" in said
+    assert "no answer" not in said
+    assert "of unit 'blocks." in said
+    assert "beside the training thread" in said
+
+
+def _held(overlap: bool) -> tuple[int, int]:
+    """communication_bytes in the middle of a backward and after it."""
+    net = make_net()
+    trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap), net=net)
+    zpp = cast(zeropp.ZeroPP, trainer.zpp)
+    trainer.step()
+    seen: list[int] = []
+
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append(zpp.communication_bytes))  # type: ignore[no-untyped-call]
+
+    net.blocks[0].register_forward_hook(look)
+    trainer.backward()
+    return seen[0], zpp.communication_bytes
+
+
+def test_gradients_on_their_way_are_counted_as_memory(ranks: Ranks) -> None:
+    block = sum(p.numel() for p in Net().blocks[0].parameters())
+    for during, after in ranks.run(_held, True):
+        assert during - after >= 4 * block  # all of blocks.1 in fp32, with padding, and this rank's shard
+    for during, after in ranks.run(_held, False):
+        assert during == after

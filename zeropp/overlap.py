@@ -1,0 +1,167 @@
+"""Overlap on a CPU: FSDP2 computes while comm/lanes.py sends. With streams, FSDP2 does it by itself.
+
+[Note: Gradients that come late]
+FSDP2 reads what a reduce-scatter has written as soon as the call returns: converts it, and adds it to
+`.grad`. So a reduction that goes on in a lane gives it negative zeros, to which any number can be added
+without changing a bit of it (0.0 would turn -0.0 into 0.0). What was reduced is added later, in the training
+thread: when another reduction starts, or at the end of backward, in a callback of the autograd engine that
+runs after FSDP2's own. `.grad` is then what it would be without overlap, bit for bit. Where somebody looks
+earlier (hooks on parameters, CPU offload, HSDP's all-reduce, a division after the sum), the call waits for
+its reduction, as without overlap. All of this is known from the program, so it is the same on every rank.
+
+[Note: Memory of what is late]
+FSDP2 keeps the full gradients of so many reductions as `set_reduce_scatter_max_input_buffers` says, one by
+default. Not more than that are on the way here, so a unit's full gradients live no longer than on a GPU. What
+comes on top is a rank's shard of them.
+
+[Note: Gathers one unit early]
+In backward FSDP2 gathers the next unit before it computes this one. In forward it leaves that to the
+device's streams, and a CPU has none. So the first forward is watched, and then FSDP2's own
+`set_modules_to_forward_prefetch` is told to gather each unit while the one before it computes, unless the
+user has told it something. As on a GPU, that holds the weights of two units at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from .fsdp import Unit
+
+logger = logging.getLogger("zeropp")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients of a unit on their way."""
+
+    unit: Unit
+    work: dist.Work
+    gradients: Tensor
+    """The full ones, which must stay as they are until they are sent."""
+    reduced: Tensor
+    """This rank's shard of their sum, when `work` is done."""
+
+
+class LateGradients:
+    """The reductions of one model that are on their way; see [Note: Gradients that come late]."""
+
+    def __init__(self) -> None:
+        self._coming: dict[int, list[Reduction]] = {}
+        """By backward."""
+
+    @property
+    def nbytes(self) -> int:
+        """What is held for reductions on their way."""
+        coming = [reduction for some in self._coming.values() for reduction in some]
+        return sum(reduction.gradients.nbytes + reduction.reduced.nbytes for reduction in coming)
+
+    def expect(self, reduction: Reduction) -> None:
+        """In a backward: add to `.grad` what will have been reduced."""
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._coming:
+            self._coming[backward] = []
+            Variable._execution_engine.queue_callback(lambda: self._finish(backward))
+        self._coming[backward].append(reduction)
+
+    def make_room(self, most: int) -> None:
+        """Before a reduction starts: have less than `most` on the way, and take what has arrived."""
+        coming = self._coming.get(torch._C._current_graph_task_id(), [])
+        while coming and (len(coming) >= most or coming[0].work.is_completed()):
+            _add(coming.pop(0))
+
+    def _finish(self, backward: int) -> None:
+        for reduction in self._coming.pop(backward, []):
+            _add(reduction)
+
+    def forget_failed(self) -> None:
+        """Outside of any backward: what is still here is of one that has raised, and is lost with it."""
+        while self._coming:
+            _, coming = self._coming.popitem()
+            for reduction in coming:
+                try:
+                    reduction.work.wait()
+                except Exception as error:
+                    logger.debug("zeropp: a reduction of a backward that has failed: %s", error)
+
+
+def _add(reduction: Reduction) -> None:
+    reduction.work.wait()
+    reduction.unit.add_to_gradients(reduction.reduced)
+
+
+class ForwardPrefetch:
+    """Learns the order of units in the first forward; see [Note: Gathers one unit early]."""
+
+    def __init__(self) -> None:
+        self._order: list[Unit] = []
+        self._told: list[Unit] = []
+        self._is_known = False
+
+    def gathers(self, unit: Unit) -> None:
+        """A unit is about to be gathered."""
+        if self._is_known:
+            return
+        if unit.is_in_forward and unit not in self._order:
+            self._order.append(unit)
+        else:  # the first backward, or the second forward
+            self._is_known = True
+            if not any(known.has_forward_prefetch for known in self._order):
+                self._told = self._order[:-1]
+                for known, after in pairwise(self._order):
+                    known.set_forward_prefetch([after])
+
+    def remove(self) -> None:
+        """Leave FSDP2 as it was."""
+        for unit in self._told:
+            unit.set_forward_prefetch([])
+        self._told = []
+
+
+def can_overlap(unit: Unit) -> bool:
+    """Whether the unit is on a CPU, with a backend that sends while others compute."""
+    return unit.is_on_cpu and unit.group is not None and "gloo" in dist.get_backend(unit.group)
+
+
+class Overlap:
+    """What one model needs for it."""
+
+    def __init__(self) -> None:
+        self.late = LateGradients()
+        self.prefetch = ForwardPrefetch()
+
+    def remove(self) -> None:
+        """Leave FSDP2 as it was, with nothing on its way."""
+        self.late.forget_failed()
+        self.prefetch.remove()
+
+
+class UnitOverlap:
+    """The overlap of one unit, as its comms see it."""
+
+    def __init__(self, unit: Unit, overlap: Overlap) -> None:
+        self._unit, self._overlap = unit, overlap
+
+    def before_gather(self) -> None:
+        """In the training thread."""
+        if torch._C._current_graph_task_id() == -1:
+            self._overlap.late.forget_failed()
+        self._overlap.prefetch.gathers(self._unit)
+
+    def may_be_late(self, numel: int) -> bool:
+        """Whether a reduction to `numel` elements may go on while FSDP2 does; if so, one may start now."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not (in_backward and self._unit.takes_gradients_late(numel)):
+            return False
+        self._overlap.late.make_room(self._unit.most_reductions)
+        return True
+
+    def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor) -> None:
+        """See [Note: Gradients that come late]."""
+        self._overlap.late.expect(Reduction(self._unit, work, gradients, reduced))
