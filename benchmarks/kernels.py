@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ FORMATS: dict[FormatName, BlockFormat] = {
     "int4 stochastic": BlockFormat(4, 128, stochastic=True),
 }
 ROWS = 8
+AVX2 = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+ssse3,+avx2"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Options:
     """How many senders decode_sum and recode add up."""
     rounds: int = 15
     """Runs of each operation at 64M elements; more of them at fewer elements."""
+    cpu: Literal["native", "avx2"] = "native"
+    """What the kernels are compiled for: this CPU, or one with AVX2 and without AVX-512."""
     json: Path | None = None
     """Write the measurements here."""
     markdown: Path | None = None
@@ -90,6 +94,9 @@ class Measurement:
 
 
 def main(options: Options) -> None:
+    if options.cpu == "avx2" and os.environ.get("NUMBA_CPU_NAME") != AVX2["NUMBA_CPU_NAME"]:
+        # numba reads them when it is imported.
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **AVX2})
     console = Console()
     machine = describe_machine()
     console.print(machine)
@@ -189,6 +196,7 @@ def describe_machine() -> dict[str, str]:
         model = names[0].split(":")[1].strip() if names else model
     return {
         "cpu": model,
+        "kernels for": os.environ.get("NUMBA_CPU_NAME", "this CPU"),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),

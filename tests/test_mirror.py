@@ -18,6 +18,7 @@ ELSEWHERE = {
     "quant/cpu_blocks": "quant/test_conformance",  # all kernels against reference.py, bit for bit
     "quant/cpu_intrinsics": "quant/test_conformance",
     "quant/cpu_kernels": "quant/test_conformance",
+    "quant/cpu_lanes": "quant/test_conformance",
     "quant/dry": "plan/test_dry_run",
     "quant/formats": "quant/test_reference",
     "quant/gpu": "quant/test_gpu_interpreter",  # test_conformance in Triton's interpreter

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 
-from zeropp.quant import BlockFormat, cpu, cpu_blocks, cpu_intrinsics, cpu_kernels
+from zeropp.quant import BlockFormat, cpu, cpu_blocks, cpu_intrinsics, cpu_kernels, cpu_lanes
 
 ENCODE = """
 import torch
@@ -21,6 +22,8 @@ cpu.encode(fmt, torch.randn(2, 300), torch.empty(2, fmt.row_bytes(300), dtype=to
 stats = cpu_kernels.encode_range.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
+
+CONFORMANCE = str(Path(__file__).with_name("test_conformance.py"))
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
@@ -41,8 +44,24 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
 
 def test_a_change_to_what_is_inlined_changes_the_file_that_numba_looks_at() -> None:
     """See [Note: Cache] in cpu_kernels.py. Write the new sum there, and the kernels are compiled again."""
-    inlined = b"".join(Path(str(module.__file__)).read_bytes() for module in (cpu_blocks, cpu_intrinsics))
+    modules = cpu_blocks, cpu_intrinsics, cpu_lanes
+    inlined = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     assert hashlib.sha256(inlined).hexdigest() == cpu_kernels.INLINED_SHA256
+
+
+@pytest.mark.skipif(not get_host_cpu_features().get("avx2"), reason="this CPU has no AVX2")
+def test_kernels_for_a_cpu_without_avx512_equal_the_reference_too() -> None:
+    """Two of the four kernels: compiling takes most of the time, once per machine."""
+    tests = "(test_encode and 4-stochastic or test_decode_sum and 4-) and dtype1 and not rotated"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", CONFORMANCE, "-k", tests],
+        env={**os.environ, "NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+ssse3,+avx2"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stdout
+    assert "2 passed" in run.stdout
 
 
 def test_what_it_would_do_wrong_is_refused() -> None:
@@ -56,3 +75,5 @@ def test_what_it_would_do_wrong_is_refused() -> None:
         cpu.encode(fmt, source, out, [0, 0])
     with pytest.raises(ValueError, match="expected rows without gaps"):
         cpu.encode(fmt, torch.zeros(128, 2).T, out)
+    with pytest.raises(ValueError, match="block_size is 48; expected a multiple of 32"):
+        cpu.decode(BlockFormat(4, 48), out, source)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import cpu_kernels
+from .cpu_intrinsics import LANES
 from .formats import SCALE_BYTES, BlockFormat, RowOrder
 from .noise import seed_key
 
@@ -52,6 +53,7 @@ def encode(
     source [rows, S] fp32, bf16 or fp16; out [rows, row_bytes] uint8.
     """
     rows, numel = source.shape
+    _check_block_size(fmt)
     _check_rows("out", out, (rows,), fmt.row_bytes(numel))
     _zero_padding(fmt, out, numel)
     tile_size = max(ENCODE_TILE_SIZE, fmt.block_size)
@@ -106,6 +108,8 @@ def recode(
     encoded [senders, rows, row_bytes] uint8; out [rows, into.row_bytes(numel)] uint8.
     """
     senders, rows, _ = encoded.shape
+    _check_block_size(fmt)
+    _check_block_size(into)
     _check_rows("encoded", encoded, (max(senders, 1), rows), fmt.row_bytes(numel))
     _check_rows("out", out, (rows,), into.row_bytes(numel))
     _zero_padding(into, out, numel)
@@ -135,6 +139,7 @@ def _decode(
 ) -> None:
     rows, numel = out.shape
     senders = encoded.shape[0]
+    _check_block_size(fmt)
     _check_rows("encoded", encoded, (max(senders, 1), rows), fmt.row_bytes(numel))
     tile_size = max(DECODE_TILE_SIZE, fmt.block_size)
     _run(
@@ -159,6 +164,12 @@ def _decode(
 
 def _noise(fmt: BlockFormat, seed: int | None, offset: int) -> tuple[np.uint32, int] | None:
     return (np.uint32(seed_key(seed)), offset) if fmt.stochastic else None
+
+
+def _check_block_size(fmt: BlockFormat) -> None:
+    """Both halves of a block are whole lanes; see cpu_lanes.py."""
+    if fmt.block_size % (2 * LANES):
+        raise ValueError(f"block_size is {fmt.block_size}; expected a multiple of {2 * LANES}")
 
 
 def _check_rows(name: str, rows: Tensor, leading: tuple[int, ...], row_bytes: int) -> None:

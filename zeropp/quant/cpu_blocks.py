@@ -5,10 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy import float32, int8, int32, uint8, uint16, uint32
+from numpy import float32, uint8, uint16, uint32
 from numpy.typing import NDArray
 
-from .cpu_intrinsics import inlined, narrow, pointer, prefetch_line, widen
+from .cpu_intrinsics import (
+    LANES,
+    from_integer,
+    inlined,
+    item_bytes,
+    narrow,
+    pointer,
+    prefetch_line,
+    signed_bits,
+    unsigned_bits,
+    widen,
+)
+from .cpu_lanes import (
+    HAS_LOOKUP,
+    add_noise,
+    from_codes,
+    from_nibbles,
+    load,
+    look_up_nibbles,
+    plus,
+    store,
+    store_codes,
+    store_nibbles,
+    times,
+    times_plus,
+)
 from .formats import MIN_SCALE, NAN_SCALE_BITS, SCALE_BYTES
 from .noise import MULTIPLIERS, SHIFTS
 
@@ -16,15 +41,15 @@ Array = NDArray[Any]
 Pointer = Any  # to the first of several elements: indexed like an array, unchecked
 Tile = tuple[Pointer, Pointer]  # payload and scales of some blocks of a row
 Format = tuple[int, int]  # bits and block size
-Noise = tuple[uint32, int]  # key of a call, and its offset; or key of a row, and the column
+Noise = tuple[uint32, int]  # key of a call, and its offset; see [Note: Noise] in noise.py
+Place = tuple[int, int]  # row, and the first element of it
 
 PREFETCH_BYTES = 8192
 CACHE_LINE_BYTES = 64
 
 _NAN_SCALE = uint32(NAN_SCALE_BITS << 16).view(float32)
-# Adding 1.5 * 2^23 rounds a small float to an integer, to nearest even, and leaves it in the low bits.
-_ROUNDER = float32(1.5 * 2**23)
-_ROUNDER_BITS = int32(0x4B400000)
+# A code times a smaller scale cannot overflow, and is exact: a fused multiply-add changes no bit.
+_SMALL_SCALE = float32(2.0**120)
 _SHIFTS, _MULTIPLIERS = tuple(map(uint32, SHIFTS)), tuple(map(uint32, MULTIPLIERS))
 
 
@@ -35,12 +60,16 @@ def encode_blocks(
     blocks: int,
     fmt: Format,
     noise: Noise | None,
+    place: Place,
     limit: float32,
     tile: Tile,
 ) -> None:
     """The second and third pass over the blocks; overwrites extremes."""
     (bits, block_size), (payload, scales) = fmt, tile
     inverses = extremes
+    key, column = uint32(0), 0
+    if noise is not None:
+        key, column = mix(uint32(noise[0] + uint32(place[0]))), noise[1] + place[1]
     for i in range(blocks):
         if noise is None:
             scale = choose_scale(extremes[i], bits, limit)
@@ -54,70 +83,39 @@ def encode_blocks(
         if np.isnan(inverses[i]):
             for j in range(block_size * bits // 8):
                 codes[j] = uint8(0 if bits == 8 else 0x88)
-        elif noise is None:
-            encode_block(pointer(x, i * block_size), inverses[i], fmt, codes)
         else:
-            block_noise = noise[0], noise[1] + i * block_size
-            encode_block_at_random(pointer(x, i * block_size), inverses[i], fmt, block_noise, codes)
+            begin = i * block_size
+            encode_block(pointer(x, begin), inverses[i], fmt, noise, key, column + begin, codes)
 
 
 @inlined
-def encode_block(x: Pointer, inverse: float32, fmt: Format, codes: Pointer) -> None:
-    bits, block_size = fmt
-    if bits == 8:
-        for i in range(block_size):
-            codes[i] = uint8(to_code(widen(x[i]) * inverse, int32(127)))
-    else:
-        half = block_size // 2
-        x_high = pointer(x, half)
-        for i in range(half):
-            low, high = to_nibble(widen(x[i]) * inverse), to_nibble(widen(x_high[i]) * inverse)
-            codes[i] = uint8(low | int32(high << int32(4)))
-
-
-@inlined
-def to_code(steps: float32, largest: int32) -> int32:
-    code = int32(int32(to_bits(steps + _ROUNDER)) - _ROUNDER_BITS)
-    return int32(min(max(code, int32(-largest)), largest))
-
-
-@inlined
-def to_nibble(steps: float32) -> int32:
-    """Code + 8, in the low four bits. The code is at least -8, by the choice of the scale."""
-    rounded = int32(to_bits(steps + (_ROUNDER + float32(8))))
-    return int32(min(rounded, int32(_ROUNDER_BITS + 15)))
-
-
-@inlined
-def encode_block_at_random(x: Pointer, inverse: float32, fmt: Format, noise: Noise, codes: Pointer) -> None:
-    """See [Note: Noise] in noise.py."""
-    (bits, block_size), (key, column) = fmt, noise
-    half = block_size // 2
-    x_high, codes_high = pointer(x, half), pointer(codes, half)
-    if bits == 8:
-        for i in range(half):
-            random = mix(uint32(key ^ uint32(column + i)))
-            low = x[i] * inverse + to_noise(uint32(random << uint32(16)))
-            high = x_high[i] * inverse + to_noise(random)
-            codes[i], codes_high[i] = uint8(to_code(low, int32(127))), uint8(to_code(high, int32(127)))
-    else:
-        for i in range(half):
-            random = mix(uint32(key ^ uint32(column + i)))
-            low = x[i] * inverse + to_noise(uint32(random << uint32(16)))
-            high = x_high[i] * inverse + to_noise(random)
-            low_nibble = int32(to_code(low, int32(7)) + int32(8))
-            high_nibble = int32(to_code(high, int32(7)) + int32(8))
-            codes[i] = uint8(low_nibble | int32(high_nibble << int32(4)))
-
-
-@inlined
-def to_noise(random: uint32) -> float32:
-    """From the upper 16 bits."""
-    return float32(int32(int32(int32(random) >> int32(16)) | int32(1))) * float32(2.0**-16)
+def encode_block(
+    x: Pointer,
+    inverse: float32,
+    fmt: Format,
+    noise: Noise | None,
+    row_key: uint32,
+    column: int,
+    codes: Pointer,
+) -> None:
+    bits, half = fmt[0], fmt[1] // 2
+    for i in range(0, half, LANES):
+        low = times(load(pointer(x, i)), inverse)
+        high = times(load(pointer(x, half + i)), inverse)
+        if noise is not None:
+            low, high = add_noise(low, high, row_key, column + i)
+        if bits == 8:
+            store_codes(low, pointer(codes, i))
+            store_codes(high, pointer(codes, half + i))
+        elif noise is None:
+            store_nibbles(low, high, pointer(codes, i), 0)  # -8 at least, by the choice of the scale
+        else:
+            store_nibbles(low, high, pointer(codes, i), 1)
 
 
 @inlined
 def mix(x: uint32) -> uint32:
+    """See [Note: Noise] in noise.py."""
     x = uint32(x ^ uint32(x >> _SHIFTS[0]))
     x = uint32(x * _MULTIPLIERS[0])
     x = uint32(x ^ uint32(x >> _SHIFTS[1]))
@@ -129,13 +127,18 @@ def mix(x: uint32) -> uint32:
 def find_extreme(x: Pointer, count: int) -> float32:
     """The element of the largest magnitude, the negative one of two; NaN or Inf if there is any.
 
-    Found as an integer, with the sign moved to the lowest bit: a maximum of floats would lose NaN.
+    Found among the bits: a maximum of floats would lose NaN. As integers with a sign the largest is that of
+    the positive numbers, and without a sign that of the negative ones.
     """
-    largest = uint32(0)
+    largest, smallest = signed_bits(x[0]), unsigned_bits(x[0])
     for i in range(count):
-        bits = to_bits(widen(x[i]))
-        largest = max(largest, uint32(uint32(bits << uint32(1)) | uint32(bits >> uint32(31))))
-    return from_bits(uint32(largest >> uint32(1)) | uint32(largest << uint32(31)))
+        largest = max(largest, signed_bits(x[i]))
+        smallest = max(smallest, unsigned_bits(x[i]))
+    high: float32 = widen(from_integer(largest, x[0]))
+    low: float32 = widen(from_integer(smallest, x[0]))
+    if uint32(to_bits(low) << uint32(1)) >= uint32(to_bits(high) << uint32(1)):
+        return low
+    return high
 
 
 @inlined
@@ -171,61 +174,80 @@ def toward_zero(value: float32) -> float32:
 
 
 @inlined
-def sum_blocks(tile: Tile, senders: int, sender_stride: int, count: int, fmt: Format, sums: Pointer) -> None:
-    """The sum over senders of the blocks of `count` elements, in the order of the senders."""
-    block_size = fmt[1]
-    blocks = -(-count // block_size)
-    for i in range(blocks):
-        decode_block(tile, i, fmt, pointer(sums, i * block_size))
-    for _ in range(1, senders):
+def sum_blocks(
+    tile: Tile,
+    senders: int,
+    sender_stride: int,
+    blocks: int,
+    fmt: Format,
+    gain: float32,
+    accumulate: bool,
+    sums: Pointer,
+    out: Pointer,
+) -> None:
+    """out (+)= gain * the sum over senders, in their order; sums is for what is not the whole sum yet."""
+    if senders == 1:
+        add_blocks(tile, blocks, fmt, None, gain, accumulate, out)
+        return
+    add_blocks(tile, blocks, fmt, None, None, False, sums)
+    for sender in range(1, senders):
         tile = pointer(tile[0], sender_stride), pointer(tile[1], sender_stride)
-        for i in range(blocks):
-            add_block(tile, i, fmt, pointer(sums, i * block_size))
+        if sender < senders - 1:
+            add_blocks(tile, blocks, fmt, sums, None, False, sums)
+        else:
+            add_blocks(tile, blocks, fmt, sums, gain, accumulate, out)
 
 
 @inlined
-def decode_block(tile: Tile, block: int, fmt: Format, out: Pointer) -> None:
-    codes, scale = read_block(tile, block, fmt)
-    bits, block_size = fmt
-    if bits == 8:
-        for i in range(block_size):
-            out[i] = narrow(float32(int8(codes[i])) * scale, out[i])
-    else:
-        half = block_size // 2
-        out_high = pointer(out, half)
-        for i in range(half):
-            out[i] = narrow(from_nibble(codes[i] & uint8(15)) * scale, out[i])
-            out_high[i] = narrow(from_nibble(codes[i] >> uint8(4)) * scale, out_high[i])
-
-
-@inlined
-def add_block(tile: Tile, block: int, fmt: Format, sums: Pointer) -> None:
-    codes, scale = read_block(tile, block, fmt)
-    bits, block_size = fmt
-    prefetch(codes, block_size * bits // 8, False)
-    if bits == 8:
-        for i in range(block_size):
-            sums[i] += float32(int8(codes[i])) * scale
-    else:
-        half = block_size // 2
-        sums_high = pointer(sums, half)
-        for i in range(half):
-            sums[i] += from_nibble(codes[i] & uint8(15)) * scale
-            sums_high[i] += from_nibble(codes[i] >> uint8(4)) * scale
-
-
-@inlined
-def read_block(tile: Tile, block: int, fmt: Format) -> tuple[Pointer, float32]:
-    """The codes and the scale."""
+def add_blocks(
+    tile: Tile,
+    blocks: int,
+    fmt: Format,
+    sums: Pointer | None,
+    gain: float32 | None,
+    accumulate: bool,
+    out: Pointer,
+) -> None:
+    """out (+)= gain * (sums + the blocks of one sender), without what is None."""
     (payload, scales), (bits, block_size) = tile, fmt
-    low = uint32(uint32(scales[block * SCALE_BYTES]) << uint32(16))
-    high = uint32(uint32(scales[block * SCALE_BYTES + 1]) << uint32(24))
-    return pointer(payload, block * (block_size * bits // 8)), from_bits(low | high)
+    half, block_bytes = block_size // 2, block_size * bits // 8
+    # From some elements to the ones that are decoded with them, and from those to the next.
+    gap, step = (LANES, 2 * LANES) if bits == 8 else (half, LANES)
+    for block in range(blocks):
+        codes, values = pointer(payload, block * block_bytes), pointer(out, block * block_size)
+        scale = read_scale(pointer(scales, block * SCALE_BYTES))
+        is_small = abs(scale) < _SMALL_SCALE
+        for i in range(0, half * step // LANES, step):
+            if sums is not None:
+                prefetch_line(pointer(codes, i), PREFETCH_BYTES, 0)
+            if sums is None and gain is not None and HAS_LOOKUP and bits == 4 and item_bytes(out) == 2:
+                look_up_nibbles(pointer(codes, i), scale, gain, pointer(values, i), pointer(values, gap + i))
+                continue
+            if bits == 8:
+                low, high = from_codes(pointer(codes, i)), from_codes(pointer(codes, gap + i))
+            else:
+                low, high = from_nibbles(pointer(codes, i), False), from_nibbles(pointer(codes, i), True)
+            if sums is None:
+                low, high = times(low, scale), times(high, scale)
+            else:
+                at = block * block_size + i
+                sums_low, sums_high = load(pointer(sums, at)), load(pointer(sums, at + gap))
+                if is_small:
+                    low, high = times_plus(low, scale, sums_low), times_plus(high, scale, sums_high)
+                else:
+                    low, high = plus(times(low, scale), sums_low), plus(times(high, scale), sums_high)
+            if gain is not None and gain != 1:
+                low, high = times(low, gain), times(high, gain)
+            if accumulate:
+                low, high = plus(load(pointer(values, i)), low), plus(load(pointer(values, gap + i)), high)
+            store(low, pointer(values, i))
+            store(high, pointer(values, gap + i))
 
 
 @inlined
-def from_nibble(nibble: uint8) -> float32:
-    return float32(int32(int32(nibble) - int32(8)))
+def read_scale(place: Pointer) -> float32:
+    low, high = uint32(place[0]), uint32(place[1])
+    return from_bits(uint32(low << uint32(16)) | uint32(high << uint32(24)))
 
 
 @inlined
@@ -239,9 +261,9 @@ def from_bits(bits: uint32) -> float32:
 
 
 @inlined
-def prefetch(values: Pointer, nbytes: int, for_write: bool) -> None:
-    """Only a hint: addresses beyond the buffer are harmless."""
-    for i in range(PREFETCH_BYTES, PREFETCH_BYTES + nbytes, CACHE_LINE_BYTES):
+def prefetch(values: Pointer, count: int, for_write: bool) -> None:
+    """What comes some pages after these. Only a hint: addresses beyond the buffer are harmless."""
+    for i in range(PREFETCH_BYTES, PREFETCH_BYTES + count * item_bytes(values), CACHE_LINE_BYTES):
         if for_write:
             prefetch_line(values, i, 1)
         else:

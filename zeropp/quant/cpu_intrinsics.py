@@ -71,6 +71,32 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
     return like(types.float32, like), generate
 
 
+def _bits(integers: dict[int, Any]) -> Any:
+    def bits(typing_context: Any, element: Any) -> Any:
+        integer = integers[element.bitwidth]
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(integer))
+
+        return integer(element), generate
+
+    return instruction(bits)
+
+
+signed_bits = _bits({32: types.int32, 16: types.int16})
+unsigned_bits = _bits({32: types.uint32, 16: types.uint16})
+
+
+@instruction
+def from_integer(typing_context: Any, bits: Any, like: Any) -> Any:
+    """The element of the type of `like` with these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(like))
+
+    return like(bits, like), generate
+
+
 @instruction
 def pointer(typing_context: Any, values: Any, index: Any) -> Any:
     """To an element of an array, which must outlive it, or to one after another pointer's."""
@@ -81,6 +107,16 @@ def pointer(typing_context: Any, values: Any, index: Any) -> Any:
         return builder.gep(base, [args[1]])
 
     return types.CPointer(values.dtype)(values, types.intp), generate  # type: ignore[no-untyped-call]
+
+
+@instruction
+def item_bytes(typing_context: Any, values: Any) -> Any:
+    """Of one of the elements that a pointer points to."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.intp, values.dtype.bitwidth // 8)
+
+    return types.intp(values), generate
 
 
 @instruction
@@ -106,7 +142,7 @@ def rotate_group(typing_context: Any, source: Any, out: Any, largest: Any, inver
         before = [BEFORE if inverse.literal_value else BEFORE * sign for sign in signs]
         group = []
         for start in range(0, GROUP, LANES):
-            lanes = _load_lanes(builder, builder.gep(args[0], [_I32(start)]), source.dtype)
+            lanes = load_lanes(builder, builder.gep(args[0], [_I32(start)]), source.dtype)
             group.append(builder.fmul(lanes, _FLOATS(before[start : start + LANES])))
         for distance in DISTANCES:
             group = _stage(builder, group, distance)
@@ -115,13 +151,13 @@ def rotate_group(typing_context: Any, source: Any, out: Any, largest: Any, inver
             scaled = _scale_up(builder, lanes, args[2], poison)
             if inverse.literal_value:
                 scaled = builder.fmul(scaled, _FLOATS(signs[start : start + LANES]))
-            _store_lanes(builder, scaled, builder.gep(args[1], [_I32(start)]), out.dtype)
+            store_lanes(builder, scaled, builder.gep(args[1], [_I32(start)]), out.dtype)
         return context.get_dummy_value()
 
     return types.void(source, out, types.float32, inverse), generate
 
 
-def _load_lanes(builder: Any, place: Any, element: Any) -> Any:
+def load_lanes(builder: Any, place: Any, element: Any) -> Any:
     """Elements as fp32. See [Note: Elements]."""
     if element == types.float32:
         return builder.load(builder.bitcast(place, _FLOATS.as_pointer()), align=4)
@@ -133,15 +169,18 @@ def _load_lanes(builder: Any, place: Any, element: Any) -> Any:
     return builder.bitcast(builder.shl(bits, _INTS([16] * LANES)), _FLOATS)
 
 
-def _store_lanes(builder: Any, lanes: Any, place: Any, element: Any) -> None:
+def store_lanes(builder: Any, lanes: Any, place: Any, element: Any) -> None:
+    rounded = round_lanes(builder, lanes, element)
+    builder.store(rounded, builder.bitcast(place, rounded.type.as_pointer()), align=element.bitwidth // 8)
+
+
+def round_lanes(builder: Any, lanes: Any, element: Any) -> Any:
+    """fp32 as elements."""
     if element == types.float32:
-        builder.store(lanes, builder.bitcast(place, _FLOATS.as_pointer()), align=4)
-        return
+        return lanes
     if element == types.int16:
-        rounded = builder.fptrunc(lanes, ir.VectorType(ir.HalfType(), LANES))
-    else:
-        rounded = _round_to_bf16(builder, builder.bitcast(lanes, _INTS))
-    builder.store(rounded, builder.bitcast(place, rounded.type.as_pointer()), align=2)
+        return builder.fptrunc(lanes, ir.VectorType(ir.HalfType(), LANES))
+    return _round_to_bf16(builder, builder.bitcast(lanes, _INTS))
 
 
 def _round_to_bf16(builder: Any, bits: Any) -> Any:
@@ -170,10 +209,10 @@ def _stage(builder: Any, group: Sequence[Any], distance: int) -> list[Any]:
     others = _INTS([i ^ distance for i in range(LANES)])
     signs = _FLOATS([-1.0 if i & distance else 1.0 for i in range(LANES)])
     swapped = [builder.shuffle_vector(lanes, _FLOATS(ir.Undefined), others) for lanes in group]
-    return [_multiply_add(builder, lanes, signs, other) for lanes, other in zip(group, swapped, strict=True)]
+    return [multiply_add(builder, lanes, signs, other) for lanes, other in zip(group, swapped, strict=True)]
 
 
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, fused or not: only where the product is exact, so that the bits are the same."""
     function_type = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
     name = f"llvm.fmuladd.v{LANES}f32"
@@ -192,4 +231,4 @@ def _scale_up(builder: Any, lanes: Any, largest: Any, poison: Any) -> Any:
     negative_limits = builder.fsub(_FLOATS([0.0] * LANES), limits)
     cut = builder.select(builder.fcmp_ordered("<", lanes, limits), lanes, limits)
     cut = builder.select(builder.fcmp_ordered(">", cut, negative_limits), cut, negative_limits)
-    return _multiply_add(builder, cut, _FLOATS([AFTER] * LANES), poison)
+    return multiply_add(builder, cut, _FLOATS([AFTER] * LANES), poison)

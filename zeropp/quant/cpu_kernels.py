@@ -13,24 +13,23 @@ number r * tiles + t. Buffers are flat, with the distance between rows beside th
 
 [Note: Cache]
     numba compiles a kernel again when the file that it is in has changed, and looks at no other file. So a
-    test sees to it that a change to cpu_blocks.py or cpu_intrinsics.py changes this file, too.
+    test sees to it that a change to cpu_blocks.py, cpu_intrinsics.py or cpu_lanes.py changes this file, too.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy import float32, uint32
+from numpy import float32
 
 from .cpu_blocks import (
     Array,
     Format,
     Noise,
+    Place,
     Pointer,
     Tile,
-    decode_block,
     encode_blocks,
     find_extreme,
-    mix,
     prefetch,
     sum_blocks,
 )
@@ -38,8 +37,8 @@ from .cpu_intrinsics import inlined, kernel, narrow, pointer, rotate_group, wide
 from .formats import SCALE_BYTES
 from .rotation import GROUP
 
-# Of both files; see [Note: Cache].
-INLINED_SHA256 = "ba2374e1b92e86ca9578556546e6f25691d63e3159d95a7f76cc74138a24b40f"
+# Of these files; see [Note: Cache].
+INLINED_SHA256 = "f980f9fb70c5ca64db575a1baa7471dd4f9cb80aaf65a1d8b0ab7d4a87f8e5e3"
 
 _FP32_MAX = float32(np.finfo(np.float32).max)
 
@@ -69,25 +68,23 @@ def encode_range(
         count = min(tile_size, numel - begin)
         x = pointer(source, order[row] * source_stride + begin)
         tile = find_tile(out, row * out_stride, numel, fmt, begin)
-        if noise is None and not rotate and count == tile_size:
+        if not rotate and count == tile_size:
             for i in range(tile_size // block_size):
-                prefetch(pointer(x, i * block_size), block_size * source.itemsize, False)
+                prefetch(pointer(x, i * block_size), block_size, False)
                 extremes[i] = find_extreme(pointer(x, i * block_size), block_size)
-            encode_blocks(x, pointer(extremes, 0), tile_size // block_size, fmt, None, limit, tile)
+            encode_blocks(
+                x, pointer(extremes, 0), tile_size // block_size, fmt, noise, (row, begin), limit, tile
+            )
         else:
             values = pointer(scratch, 0)
             whole = count // GROUP * GROUP if rotate else 0
             for start in range(0, whole, GROUP):
-                prefetch(pointer(x, start), GROUP * source.itemsize, False)
+                prefetch(pointer(x, start), GROUP, False)
                 rotate_group(pointer(x, start), pointer(values, start), _FP32_MAX, False)
-            prefetch(pointer(x, whole), (count - whole) * source.itemsize, False)
+            prefetch(pointer(x, whole), count - whole, False)
             for i in range(whole, count):
                 values[i] = widen(x[i])
-            if noise is None:
-                encode_partial(values, count, pointer(extremes, 0), fmt, None, limit, tile)
-            else:
-                row_noise = mix(uint32(noise[0] + uint32(row))), noise[1] + begin
-                encode_partial(values, count, pointer(extremes, 0), fmt, row_noise, limit, tile)
+            encode_partial(values, count, pointer(extremes, 0), fmt, noise, (row, begin), limit, tile)
 
 
 @kernel
@@ -115,32 +112,22 @@ def decode_range(
     for index in range(first, last):
         row, begin = index // tiles, index % tiles * tile_size
         count = min(tile_size, numel - begin)
+        blocks = -(-count // block_size)
         values = pointer(out, order[row] * out_stride + begin)
         tile = find_tile(encoded, row * encoded_stride, numel, fmt, begin)
-        if senders == 1 and factor == 1 and count == tile_size and not accumulate and not unrotate:
-            for i in range(tile_size // block_size):
-                prefetch(pointer(values, i * block_size), block_size * out.itemsize, True)
-                decode_block(tile, i, fmt, pointer(values, i * block_size))
+        sums = pointer(total, 0)
+        prefetch(values, count, True)
+        if count == tile_size and not unrotate:
+            sum_blocks(tile, senders, sender_stride, blocks, fmt, factor, accumulate, sums, values)
             continue
-        sum_blocks(tile, senders, sender_stride, count, fmt, pointer(total, 0))
-        gain = factor
+        sum_blocks(tile, senders, sender_stride, blocks, fmt, factor, False, sums, sums)
+        if unrotate and not accumulate:
+            unrotate_sums(sums, count, limit, values)
+            continue
         if unrotate:
-            multiply(pointer(total, 0), count, factor)
-            gain = float32(1)
-            if not accumulate:
-                prefetch(values, count * out.itemsize, True)
-                unrotate_sums(pointer(total, 0), count, limit, values)
-                continue
-            unrotate_sums(pointer(total, 0), count, limit, pointer(total, 0))
-        for start in range(0, count, block_size):
-            sums, target = pointer(total, start), pointer(values, start)
-            prefetch(target, block_size * out.itemsize, True)
-            if accumulate:
-                for i in range(min(block_size, count - start)):
-                    target[i] = narrow(widen(target[i]) + sums[i] * gain, target[i])
-            else:
-                for i in range(min(block_size, count - start)):
-                    target[i] = narrow(sums[i] * gain, target[i])
+            unrotate_sums(sums, count, limit, sums)
+        for i in range(count):
+            values[i] = narrow(widen(values[i]) + sums[i] if accumulate else sums[i], values[i])
 
 
 @kernel
@@ -170,19 +157,15 @@ def recode_range(
         count = min(tile_size, numel - begin)
         sums = pointer(total, 0)
         tile = find_tile(encoded, row * encoded_stride, numel, fmt, begin)
-        sum_blocks(tile, senders, sender_stride, count, fmt, sums)
-        multiply(sums, count, factor)
+        blocks = -(-count // fmt[1])
+        sum_blocks(tile, senders, sender_stride, blocks, fmt, factor, False, sums, sums)
         if unrotate:
             unrotate_sums(sums, count, _FP32_MAX, sums)
         if rotate:
             for start in range(0, count - GROUP + 1, GROUP):
                 rotate_group(pointer(sums, start), pointer(sums, start), _FP32_MAX, False)
         tile = find_tile(out, row * out_stride, numel, into, begin)
-        if noise is None:
-            encode_partial(sums, count, pointer(extremes, 0), into, None, _FP32_MAX, tile)
-        else:
-            row_noise = mix(uint32(noise[0] + uint32(row))), noise[1] + begin
-            encode_partial(sums, count, pointer(extremes, 0), into, row_noise, _FP32_MAX, tile)
+        encode_partial(sums, count, pointer(extremes, 0), into, noise, (row, begin), _FP32_MAX, tile)
 
 
 @inlined
@@ -192,13 +175,6 @@ def find_tile(encoded: Array, row_at: int, numel: int, fmt: Format, begin: int) 
     payload_bytes = -(-numel // block_size) * block_size * bits // 8
     scales = pointer(encoded, row_at + payload_bytes + begin // block_size * SCALE_BYTES)
     return pointer(encoded, row_at + begin * bits // 8), scales
-
-
-@inlined
-def multiply(sums: Pointer, count: int, factor: float32) -> None:
-    if factor != 1:
-        for i in range(count):
-            sums[i] *= factor
 
 
 @inlined
@@ -218,6 +194,7 @@ def encode_partial(
     extremes: Pointer,
     fmt: Format,
     noise: Noise | None,
+    place: Place,
     limit: float32,
     tile: Tile,
 ) -> None:
@@ -228,4 +205,4 @@ def encode_partial(
         x[i] = float32(0)
     for i in range(blocks):
         extremes[i] = find_extreme(pointer(x, i * block_size), block_size)
-    encode_blocks(x, extremes, blocks, fmt, noise, limit, tile)
+    encode_blocks(x, extremes, blocks, fmt, noise, place, limit, tile)
