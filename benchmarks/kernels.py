@@ -1,7 +1,8 @@
 """The CPU kernels against memory speed: python benchmarks/kernels.py --markdown table.md
 
 ratio = time of a torch copy_ that reads and writes as many bytes / time of the kernel. Both are the best of
-many runs, taken in turns because the machine's speed drifts.
+many runs, taken in turns because the machine's speed drifts. With one thread it is that thread's CPU time, so
+that other jobs on the same core do not count.
 """
 
 from __future__ import annotations
@@ -179,9 +180,10 @@ def make_operations(group: Group, options: Options) -> Iterator[Operation]:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def nbytes(tensor: Tensor) -> int:

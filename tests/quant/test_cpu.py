@@ -54,7 +54,7 @@ def test_kernels_for_a_cpu_without_avx512_equal_the_reference_too() -> None:
     """Two of the four kernels: compiling takes most of the time, once per machine."""
     tests = "(test_encode and 4-stochastic or test_decode_sum and 4-) and dtype1 and not rotated"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", CONFORMANCE, "-k", tests],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", CONFORMANCE, "-k", tests],
         env={**os.environ, "NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+ssse3,+avx2"},
         capture_output=True,
         text=True,
