@@ -211,6 +211,7 @@ def add_blocks(
     """out (+)= gain * (sums + the blocks of one sender), without what is None."""
     (payload, scales), (bits, block_size) = tile, fmt
     half, block_bytes = block_size // 2, block_size * bits // 8
+    by_table = bits == 4 and item_bytes(out) == 2 and HAS_LOOKUP and not accumulate
     # From some elements to the ones that are decoded with them, and from those to the next.
     gap, step = (LANES, 2 * LANES) if bits == 8 else (half, LANES)
     for block in range(blocks):
@@ -220,7 +221,7 @@ def add_blocks(
         for i in range(0, half * step // LANES, step):
             if sums is not None:
                 prefetch_line(pointer(codes, i), PREFETCH_BYTES, 0)
-            if sums is None and gain is not None and HAS_LOOKUP and bits == 4 and item_bytes(out) == 2:
+            if sums is None and gain is not None and by_table:
                 look_up_nibbles(pointer(codes, i), scale, gain, pointer(values, i), pointer(values, gap + i))
                 continue
             if bits == 8:

@@ -38,7 +38,7 @@ from .formats import SCALE_BYTES
 from .rotation import GROUP
 
 # Of these files; see [Note: Cache].
-INLINED_SHA256 = "f980f9fb70c5ca64db575a1baa7471dd4f9cb80aaf65a1d8b0ab7d4a87f8e5e3"
+INLINED_SHA256 = "b3e4ef677203ec626616557bb1e7d4f1b6deed752f7bd5bd96bb2d7b5a3afd67"
 
 _FP32_MAX = float32(np.finfo(np.float32).max)
 
