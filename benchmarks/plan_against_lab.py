@@ -13,7 +13,6 @@ import statistics
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -46,9 +45,7 @@ class Options:
     nodes: int = 2
     ranks_per_node: int = 2
     micro_batches: tuple[int, ...] = (1, 4)
-    strategies: Annotated[tuple[str, ...], tyro.conf.arg(name="rows")] = field(
-        default_factory=lambda: Settings().strategies
-    )
+    strategies: tuple[str, ...] = field(default_factory=lambda: Settings().strategies)
     rounds: int = 2
     bench: Path | None = None
     """Numbers of an earlier `zeropp lab bench`, in the place of a new one."""
@@ -100,7 +97,8 @@ def predict(results: Results, strategy: str, micro_batches: int, hardware: Hardw
         reduce="bf16" if strategy == "hsdp" else "fp32",
     )
     if strategy != COMPUTE.name:
-        return simulate(dry_run(scenario, find_strategy(strategy)), hardware)
+        known = find_strategy(strategy)
+        return simulate(dry_run(scenario, known), replace(hardware, overlap=known.overlaps))
     return simulate(without_hops(dry_run(scenario, find_strategy("fsdp2"))), hardware)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -114,14 +115,15 @@ def test_a_world_that_is_bound_to_a_device(ranks: Ranks, tmp_path: Path) -> None
 def _own_groups_for_gradients() -> Any:
     """Whether gathers and reductions of a unit share their groups, as FSDP2 is told and told otherwise."""
     shared, losses = [], []
+    serial = replace(CONFIGS["default"], overlap=False)  # lanes have groups of their own in any case
     for separate in (False, True):
         trainer = Trainer(None)
-        trainer.zpp = zpp = zeropp.apply(trainer.net, CONFIGS["default"])
+        trainer.zpp = zpp = zeropp.apply(trainer.net, serial)
         if separate:
             cast(FSDPModule, trainer.net).set_separate_reduce_scatter_group()
-            trainer.zpp = zeropp.apply(trainer.net, CONFIGS["default"])
+            trainer.zpp = zeropp.apply(trainer.net, serial)
             assert trainer.zpp is not zpp
-            assert zeropp.apply(trainer.net, CONFIGS["default"]) is trainer.zpp
+            assert zeropp.apply(trainer.net, serial) is trainer.zpp
         comms = trainer.zpp.unit_comms[0].pair
         assert comms is not None
         weights, gradients = comms

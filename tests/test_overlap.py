@@ -82,16 +82,12 @@ def _threads_of_hops(overlap: bool) -> tuple[set[int], int, bool]:
     (mine,) = {event.thread for event in events if event.name == "FSDP::root_pre_forward"} or {
         event.thread for event in events if event.name == "aten::linear"
     }
-    states = [
-        cast(Any, module)._get_fsdp_state()
-        for module in trainer.net.modules()
-        if isinstance(module, FSDPModule)
-    ]
-    looks_ahead = sum(bool(state._states_to_forward_prefetch) for state in states)
     assert trainer.zpp is not None
+    units = [comms.unit for comms in trainer.zpp.unit_comms]
+    looks_ahead = sum(unit.has_forward_prefetch for unit in units) == len(units) - 1
     trainer.zpp.remove()
-    assert not any(state._states_to_forward_prefetch for state in states)
-    return hops, mine, looks_ahead == len(states) - 1
+    assert not any(unit.has_forward_prefetch for unit in units)
+    return hops, mine, looks_ahead
 
 
 def test_hops_run_in_threads_of_their_own_and_gathers_start_early(ranks: Ranks) -> None:
@@ -110,8 +106,9 @@ def _with_own_prefetch() -> bool:
     first.set_modules_to_forward_prefetch([second])
     trainer = Trainer(zeropp.Config(node_size=2), net=net)
     trainer.step()
-    states = [cast(Any, module)._get_fsdp_state() for module in (net, first, second)]
-    return [len(state._states_to_forward_prefetch) for state in states] == [0, 1, 0]
+    assert trainer.zpp is not None
+    units = {comms.unit.name: comms.unit for comms in trainer.zpp.unit_comms}
+    return [name for name, unit in units.items() if unit.has_forward_prefetch] == ["blocks.0"]
 
 
 def test_what_the_user_told_fsdp2_to_gather_early_stays(ranks: Ranks) -> None:

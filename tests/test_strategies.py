@@ -12,10 +12,14 @@ from zeropp.strategies import BASELINE, DEFAULT, NOT_RUN, STRATEGIES, find_strat
 def test_the_strategies_are_what_a_user_would_otherwise_pick() -> None:
     names = [strategy.name for strategy in STRATEGIES]
     assert names == [
-        *("fsdp2", "wire16", "wire16-accumulate", "wire16-two-hop", "wire16-reshard", "hsdp"),
-        *("qwz", "hpz", "qgz", "paper", "default", "unrotated", "four-bit", "deepspeed", "deepspeed-hpz"),
+        *("fsdp2", "wire16", "wire16-overlap", "wire16-accumulate", "wire16-two-hop", "wire16-reshard"),
+        *("hsdp", "hfsdp", "qwz", "hpz", "qgz", "paper", "default", "default-serial", "unrotated"),
+        *("four-bit", "deepspeed", "deepspeed-hpz"),
     ]
-    assert find_strategy(BASELINE).config == Config.wire16()
+    assert find_strategy(BASELINE).config == Config.wire16(overlap=False)
+    overlapping = {strategy.name for strategy in STRATEGIES if strategy.overlaps}
+    assert overlapping.isdisjoint({BASELINE, "fsdp2", "hsdp", "default-serial", "deepspeed"})
+    assert {"wire16-overlap", "hfsdp", DEFAULT} < overlapping
     assert find_strategy(DEFAULT).config == Config()
     assert "cannot run on CPU" in NOT_RUN["DeepSpeed qwZ, qgZ"]
 

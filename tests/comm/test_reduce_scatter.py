@@ -19,7 +19,7 @@ import zeropp
 from tests.configs import CONFIGS, PARAMETERS, examples_on_ranks
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, ReduceScatter, Scratch, Wire
-from zeropp.comm.reduce_scatter import scale_of
+from zeropp.comm.reduction import scale_of
 from zeropp.topology import Topology
 
 LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import zeropp
 from zeropp.bench.workload import Workload, loss_of
-from zeropp.labels import profile_all_threads
 from zeropp.models.sharding import shard_blocks
 from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
@@ -62,7 +61,7 @@ def ledger_of_second_step(case: Case) -> dict[tuple[str, str, str], tuple[int, i
 
 def peak_of_second_step(case: Case) -> int:
     """Bytes that torch's CPU allocator had given out when they were most, from the profiler's records."""
-    with profile_all_threads(profile_memory=True, acc_events=True) as prof:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         step, _ = _prepare(case)
         step()
         with record_function(SECOND_STEP):
@@ -91,7 +90,8 @@ def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
             model.blocks[position] = checkpoint_wrapper(block)
     shard_blocks(model, model.blocks, **options)
     config = zeropp.Config.off() if strategy.config is None else strategy.config
-    zpp = zeropp.apply(model, replace(config, node_size=case.ranks_per_node))
+    # In one thread, because the profiler records memory of one.
+    zpp = zeropp.apply(model, replace(config, node_size=case.ranks_per_node, overlap=False))
     set_sync = strategy.sync_switch(model, zpp)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, TypedDict
 from zlib import crc32
 
 import torch
@@ -44,6 +44,7 @@ from .feedback import Feedback, warn_not_used
 from .lanes import lane
 from .layout import HopCodec, Leg, ReduceChunk, ReduceLayouts, reduce_chunks
 from .pipeline import run_pipelined
+from .reduction import Gradients, Overlapping, is_last_operation, scale_of
 from .ring import reduce_scatter_bf16
 from .wire import Wire
 
@@ -58,22 +59,6 @@ FEEDBACK_FIELDS = (
     "node_size",
 )
 """Fields of Config that decide on the meaning of kept errors."""
-
-
-class Gradients(Protocol):
-    """What became of the `.grad` that `pending` is a part of: told when it is, asked before it grows."""
-
-    def deferred(self) -> None: ...
-
-    def raise_if_gone(self) -> None: ...
-
-
-class Overlapping(Protocol):
-    """Lets reductions go on while FSDP2 does: see overlap.py."""
-
-    def may_be_late(self, numel: int) -> bool: ...
-
-    def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor) -> None: ...
 
 
 class NoiseArguments(TypedDict):
@@ -403,24 +388,3 @@ class ReduceScatter:
             output, gradients, op=op, group=group, async_op=async_op
         )
         return work
-
-
-def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
-    """What the sum over all ranks is multiplied by.
-
-    >>> scale_of(ReduceOp.AVG, 4), scale_of(ReduceOp.SUM, 4), scale_of(ReduceOp.PREMUL_SUM(0.5), 4)
-    (0.25, 1.0, 0.5)
-    """
-    kind = getattr(op, "op", op)  # ReduceOp.AVG is a RedOpType, PREMUL_SUM(f) a ReduceOp with a factor
-    if kind == ReduceOp.AVG:
-        return 1.0 / world_size
-    if kind == ReduceOp.SUM:
-        return 1.0
-    if isinstance(op, ReduceOp) and kind == ReduceOp.PREMUL_SUM:
-        return float(op.factor)
-    raise ValueError(f"cannot reduce gradients with {op}; FSDP2 uses AVG, SUM or PREMUL_SUM")
-
-
-def is_last_operation(op: ReduceOp | ReduceOp.RedOpType) -> bool:
-    """Whether FSDP2 takes the result as it is: it divides only after plain sums."""
-    return bool(getattr(op, "op", op) != ReduceOp.SUM)

@@ -1,0 +1,46 @@
+"""What a reduction hears from outside: FSDP2's operation, what became of `.grad`, and whether it may be late."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+
+class Gradients(Protocol):
+    """What became of the `.grad` that `pending` is a part of: told when it is, asked before it grows."""
+
+    def deferred(self) -> None: ...
+
+    def raise_if_gone(self) -> None: ...
+
+
+class Overlapping(Protocol):
+    """Lets reductions go on while FSDP2 does: see overlap.py."""
+
+    def may_be_late(self, numel: int) -> bool: ...
+
+    def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor) -> None: ...
+
+
+def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
+    """What the sum over all ranks is multiplied by.
+
+    >>> scale_of(ReduceOp.AVG, 4), scale_of(ReduceOp.SUM, 4), scale_of(ReduceOp.PREMUL_SUM(0.5), 4)
+    (0.25, 1.0, 0.5)
+    """
+    kind = getattr(op, "op", op)  # ReduceOp.AVG is a RedOpType, PREMUL_SUM(f) a ReduceOp with a factor
+    if kind == ReduceOp.AVG:
+        return 1.0 / world_size
+    if kind == ReduceOp.SUM:
+        return 1.0
+    if isinstance(op, ReduceOp) and kind == ReduceOp.PREMUL_SUM:
+        return float(op.factor)
+    raise ValueError(f"cannot reduce gradients with {op}; FSDP2 uses AVG, SUM or PREMUL_SUM")
+
+
+def is_last_operation(op: ReduceOp | ReduceOp.RedOpType) -> bool:
+    """Whether FSDP2 takes the result as it is: it divides only after plain sums."""
+    return bool(getattr(op, "op", op) != ReduceOp.SUM)
