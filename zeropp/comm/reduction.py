@@ -1,4 +1,4 @@
-"""What a reduction hears from outside: FSDP2's operation, what became of `.grad`, and whether it may be late."""
+"""What a reduction hears from outside: FSDP2's operation, what became of `.grad`, whether it may be late."""
 
 from __future__ import annotations
 
