@@ -251,6 +251,14 @@ class Unit:
     def set_forward_prefetch(self, units: list[Unit]) -> None:
         self.module.set_modules_to_forward_prefetch([unit.module for unit in units])
 
+    def drop_early_gather(self) -> None:
+        """Forget weights that were gathered and not used yet: they are others now."""
+        for group in self._param_groups:
+            if group._all_gather_result is not None:
+                if group._all_gather_result.all_gather_work is not None:
+                    group._all_gather_result.all_gather_work.wait()
+                group._all_gather_result = None
+
     @property
     def most_reductions(self) -> int:
         """How many reductions may be on their way, as `set_reduce_scatter_max_input_buffers` says."""

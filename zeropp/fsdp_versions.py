@@ -48,6 +48,7 @@ MODULE: Parts = {"_get_fsdp_state": FunctionType} | {f"set_{name}": FunctionType
 STATE: Parts = {"_fsdp_param_groups": (list, tuple), "_states_to_forward_prefetch": list}
 GROUP: Parts = {
     "_all_gather_comm": object,
+    "_all_gather_result": object,
     "_all_reduce_hook": object,
     "_is_hsdp": bool,
     "_partial_reduce_output": (Tensor, type(None)),

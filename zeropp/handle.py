@@ -133,6 +133,7 @@ class ZeroPP:
             if old.pair is not None and new.pair is not None:
                 new.pair.take_over(old.pair)
         self._remove_hooks()
+        self._shared.overlap.remove()
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
             if not old.requires_sync:
                 old.set_sync(True)  # FSDP2's switches, which the new Config may not use
@@ -365,6 +366,7 @@ class ZeroPP:
         for comms, all_gather, reduce_scatter in self._installed():
             all_gather.belong_to(self)
             comms.unit.install(all_gather, reduce_scatter)
+            self._handles += comms.unit.on_load(comms.unit.drop_early_gather)
             self._handles += comms.unit.on_load(all_gather.invalidate)
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)

@@ -18,7 +18,9 @@ comes on top is a rank's shard of them.
 In backward FSDP2 gathers the next unit before it computes this one. In forward it leaves that to the
 device's streams, and a CPU has none. So the first forward is watched, and then FSDP2's own
 `set_modules_to_forward_prefetch` is told to gather each unit while the one before it computes, unless the
-user has told it something. As on a GPU, that holds the weights of two units at a time.
+user has told it something. As on a GPU, that holds the weights of two units at a time. A unit that a later
+forward leaves out is gathered for nothing, and FSDP2 keeps that for its next use: if weights are loaded
+meanwhile, it is dropped (`Unit.drop_early_gather`).
 """
 
 from __future__ import annotations
@@ -118,10 +120,10 @@ class ForwardPrefetch:
                     known.set_forward_prefetch([after])
 
     def remove(self) -> None:
-        """Leave FSDP2 as it was."""
+        """Leave FSDP2 as it was, and learn anew if there is another forward."""
         for unit in self._told:
             unit.set_forward_prefetch([])
-        self._told = []
+        self._order, self._told, self._is_known = [], [], False
 
 
 def can_overlap(unit: Unit) -> bool:

@@ -216,7 +216,12 @@ class ReduceScatter:
         world_size, dtype = self.wire.topology.size, gradients.dtype
         flat_as_it_is = self.hops[0].name == "flat" and self.codec_names["flat"] == "none"
         if flat_as_it_is or dtype not in QUANTIZABLE_DTYPES:
-            return self._as_it_is(output, gradients, group, op, async_op)
+            # The backend's own, counted as the ring that it should be: gloo sends twice that.
+            self.wire.count_ring("reduce_scatter", "flat", group, output.numel() * output.itemsize)
+            work: dist.Work | None = dist.reduce_scatter_single(
+                output, gradients, op=op, group=group, async_op=async_op
+            )
+            return work
         if output.numel() == 0:
             return None
         refuse_capture(self.wire.unit, gradients.device)
@@ -373,18 +378,3 @@ class ReduceScatter:
             who = f"{self.config.seed}/{self.wire.unit}/{where}/{self.wire.topology.rank}"
             key = self._noise_keys[where] = crc32(who.encode()) << 32
         return {"seed": key | self.calls & 0xFFFFFFFF, "offset": chunk.layout.at.start}
-
-    def _as_it_is(
-        self,
-        output: Tensor,
-        gradients: Tensor,
-        group: ProcessGroup,
-        op: ReduceOp | ReduceOp.RedOpType,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """The backend's own reduce-scatter, counted as the ring that it should be (gloo sends twice that)."""
-        self.wire.count_ring("reduce_scatter", "flat", group, output.numel() * output.itemsize)
-        work: dist.Work | None = dist.reduce_scatter_single(
-            output, gradients, op=op, group=group, async_op=async_op
-        )
-        return work
