@@ -128,6 +128,7 @@ class _Template:
 
     def __init__(self, backend: str, prepare: Callable[[], None] | None, imported: tuple[str, ...]) -> None:
         self._control, theirs = socket.socketpair()
+        os.environ["OMP_NUM_THREADS"] = "1"  # else numpy's libraries start threads when they are imported
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(
             target=_fork_ranks, args=(theirs, backend, prepare, imported), daemon=True
@@ -198,6 +199,7 @@ def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | N
                 world_size=world,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # who is done at once must not close connections that others still wait for
             outcome = (True, function(*args))
             dist.destroy_process_group()
         except BaseException:

@@ -93,6 +93,7 @@ def _again(folder: str, device_id: torch.device | None) -> list[list[int]]:
             timeout=timedelta(seconds=60),
             device_id=device_id,
         )
+        dist.barrier()  # else the first to leave closes connections that others still wait for
         sums.append(_hop_sums())
         world = dist.group.WORLD
         assert world is not None

@@ -78,7 +78,8 @@ def _threads_of_hops(overlap: bool) -> tuple[set[int], int, bool]:
     with profile_all_threads() as prof:
         trainer.step()
     events = list(prof.events())
-    hops = {event.thread for event in events if Label.read(event.name)}
+    labels = [(event.thread, label) for event in events if (label := Label.read(event.name))]
+    hops = {thread for thread, label in labels if label.part != "wait"}
     (mine,) = {event.thread for event in events if event.name == "FSDP::root_pre_forward"} or {
         event.thread for event in events if event.name == "aten::linear"
     }

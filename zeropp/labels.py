@@ -27,7 +27,7 @@ class Label(NamedTuple):
 
     collective: Collective
     part: str
-    """A hop, or "encode", "recode", "decode"."""
+    """A hop, or "encode", "recode", "decode"; or "wait": the training thread for what runs beside it."""
     unit: str
 
     def __str__(self) -> str:

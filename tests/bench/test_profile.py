@@ -25,6 +25,7 @@ def test_every_label_of_zeropp_has_a_part() -> None:
         str(Label("reduce_scatter", "across", "a")): "gradients across",
         str(Label("reduce_scatter", "flat", "a")): "gradients flat",
         str(Label("reduce_scatter", "decode", "a")): "decode",
+        str(Label("reduce_scatter", "wait", "a")): "wait",
     }
     assert {label: part_of(label) for label in labels} == labels
     assert set(labels.values()) <= set(PARTS)
@@ -45,4 +46,19 @@ def test_parts_of_a_step_add_up() -> None:
     parts = split_step(profiler, step_ms=10.0)
     assert {name: value for name, value in parts.items() if value} == pytest.approx(
         {"encode": 1.0, "weights across": 3.0, "other collectives": 3.0, "compute": 3.0}
+    )
+
+
+def test_hops_beside_compute_take_only_what_is_waited_for() -> None:
+    profiler = SimpleNamespace(
+        events=lambda: [
+            event(str(Label("all_gather", "across", "a")), 0, 6000),  # in a lane
+            event("aten::mm", 0, 5000),
+            event(str(Label("all_gather", "wait", "a")), 5000, 6000),
+            event("aten::mm", 6000, 8000),
+        ]
+    )
+    parts = split_step(profiler, step_ms=8.0)
+    assert {name: value for name, value in parts.items() if value} == pytest.approx(
+        {"weights across": 6.0, "wait": 1.0, "compute": 7.0}
     )

@@ -16,18 +16,20 @@ PARTS = (
     "gradients across",
     "gradients flat",
     "decode",
+    "wait",
     "other collectives",
     "compute",
 )
 """What the time of a step is split into, in its order. "recode" is decode, sum and encode between the two
-hops of the gradients; "other collectives" are those that zeropp did not send; "compute" is all the rest of
-the step."""
+hops of the gradients; "wait" is what the training thread waits for them, if they run beside it, and then only
+that takes time from the step; "other collectives" are those that zeropp did not send; "compute" is all the
+rest of the step."""
 
 SUBJECT = {"all_gather": "weights", "reduce_scatter": "gradients"}
 
 
 def split_step(profiler: Any, step_ms: float) -> dict[str, float]:
-    """Milliseconds per part; they add up to `step_ms`, where nothing overlaps."""
+    """Milliseconds per part; they add up to `step_ms`, unless hops run beside what computes."""
     parts = dict.fromkeys(PARTS, 0.0)
     labelled: list[tuple[float, float]] = []
     collectives: list[tuple[float, float]] = []
@@ -39,7 +41,8 @@ def split_step(profiler: Any, step_ms: float) -> dict[str, float]:
         elif event.name.startswith("gloo:"):
             collectives.append((start, end))
     parts["other collectives"] = _length([c for c in collectives if not _overlaps(c, labelled)]) / 1e3
-    parts["compute"] = max(0.0, step_ms - sum(parts.values()))
+    in_step = parts["wait"] + parts["other collectives"] if parts["wait"] else sum(parts.values())
+    parts["compute"] = max(0.0, step_ms - in_step)
     return parts
 
 

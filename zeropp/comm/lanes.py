@@ -30,15 +30,19 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from ..labels import Collective, Label, labelled
+
 Direction = Literal["gather", "reduce"]
+COLLECTIVE: dict[Direction, Collective] = {"gather": "all_gather", "reduce": "reduce_scatter"}
 
 
 class LaneWork(dist.Work):
     """A job of a lane; FSDP2 waits for it as for any collective."""
 
-    def __init__(self, what: str, run: Callable[[], object]) -> None:
+    def __init__(self, direction: Direction, unit: str, run: Callable[[], object]) -> None:
         super().__init__()
-        self._what = what
+        self._direction: Direction = direction
+        self._unit = unit
         self._run: Callable[[], object] | None = run
         self._is_inference = torch.is_inference_mode_enabled()
         self._done = Event()
@@ -57,10 +61,12 @@ class LaneWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until it is done. An error in it is raised here, once."""
-        self._done.wait()
+        with labelled(str(Label(COLLECTIVE[self._direction], "wait", self._unit))):
+            self._done.wait()
         error, self._error = self._error, None
         if error is not None:
-            error.add_note(f"in the {self._what}, beside the training thread")
+            where = f"{self._direction} of unit '{self._unit}'"
+            error.add_note(f"in the {where}, beside the training thread")
             raise error
         return True
 
@@ -79,7 +85,7 @@ class Lane:
 
     def run(self, unit: str, run: Callable[[], object]) -> LaneWork:
         """Have `run` called after all that was given before."""
-        work = LaneWork(f"{self._direction} of unit '{unit}'", run)
+        work = LaneWork(self._direction, unit, run)
         with self._lock:
             self._jobs.append(work)
             if not self._has_thread:

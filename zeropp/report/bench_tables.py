@@ -30,7 +30,7 @@ EXPLANATION = (
     "interface counters; ledger: what zeropp counted. loss: of a longer run on the same data. peak: resident "
     "memory of a rank over its start; of which model state (weights, gradients, optimizer) and communication "
     "state. fp32 lines are as gloo sends them: its reduce-scatter takes twice the bytes of a ring. * best of "
-    "its column"
+    "its column. Parts of overlapped lines run beside compute: of them only wait takes time from the step"
 )
 
 
