@@ -16,6 +16,7 @@ ELSEWHERE = {
     "plan/result": "report/test_plan",
     "plan/step_recorder": "plan/test_fake_step",
     "quant/cpu_blocks": "quant/test_conformance",  # all kernels against reference.py, bit for bit
+    "quant/cpu_cache": "quant/test_cpu",
     "quant/cpu_intrinsics": "quant/test_conformance",
     "quant/cpu_kernels": "quant/test_conformance",
     "quant/cpu_lanes": "quant/test_conformance",

@@ -28,11 +28,6 @@ _I32, _FLOAT = ir.IntType(32), ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
 
 
-def kernel(function: Kernel) -> Kernel:
-    """Compiled once per machine, then cached. Never fastmath: the bytes must equal the reference's."""
-    return cast(Kernel, njit(nogil=True, cache=True, error_model="numpy")(function))
-
-
 def inlined(function: Kernel) -> Kernel:
     """A part of a kernel. See [Note: Cache] in cpu_kernels.py."""
     return cast(Kernel, njit(nogil=True, error_model="numpy", forceinline=True)(function))

@@ -33,12 +33,13 @@ from .cpu_blocks import (
     prefetch,
     sum_blocks,
 )
-from .cpu_intrinsics import inlined, kernel, narrow, pointer, rotate_group, widen
+from .cpu_cache import kernel
+from .cpu_intrinsics import inlined, narrow, pointer, rotate_group, widen
 from .formats import SCALE_BYTES
 from .rotation import GROUP
 
 # Of these files; see [Note: Cache].
-INLINED_SHA256 = "b3e4ef677203ec626616557bb1e7d4f1b6deed752f7bd5bd96bb2d7b5a3afd67"
+INLINED_SHA256 = "d2e113e915e6ef57b1029257f022b49fb5bc58be9df4de2091bf1bdabde66f61"
 
 _FP32_MAX = float32(np.finfo(np.float32).max)
 
