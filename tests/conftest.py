@@ -5,6 +5,19 @@ import pytest
 
 from tests.ranks import Ranks
 
+LONG = ("lab", "streamed", "integrations", "plan", "bench", "train", "cli")
+"""Folders with the tests that take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first, so that in the end no worker is alone with them."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=place)
+
 
 def pytest_collection_finish() -> None:
     """What was imported stays: looking for garbage in it takes a quarter second each time."""

@@ -1,11 +1,12 @@
-"""Train a little, on whatever cluster this is started on by torchrun, and write what happened to a file.
+"""Train a little, on whatever cluster this is started on by torchrun, and write what happened to files.
 
-    python -m tests.lab.steps FOLDER CONFIG... [--steps N] [--timeout SECONDS]
+    python -m tests.lab.steps FOLDER RUN...
 
-A config is one of CONFIGS, or one of LORA with the default.
+A run is one of CONFIGS, or one of LORA with the default. With ":" and a word behind it, it waits for the file
+FOLDER/<run> before it starts, so that somebody can change the links first.
 
-Each rank writes FOLDER/<rank>.json: for every config the losses, the seconds of every step, what the ledger
-counted and what the node's interface sent, between the end of the first step and the end of the last.
+Each rank writes FOLDER/<run>.<rank>.json: the losses, the seconds of every step, what the ledger counted and
+what the node's interface sent, between the end of the first step and the end of the last.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ LORA = {"lora-fp32": torch.float32, "lora-bf16": torch.bfloat16}
 WIDTH = 384
 
 
+STEPS = {"default:cut": 40, "default:down": 2000}
+"""Of runs with more than a few."""
+TIMEOUTS = {"default:down": timedelta(seconds=5)}
+
+
 @dataclass
 class Options:
     folder: tyro.conf.Positional[Path]
-    configs: tyro.conf.Positional[tuple[str, ...]]
-    steps: int = 5
-    timeout: float = 60.0
+    runs: tyro.conf.Positional[tuple[str, ...]]
 
 
 class Sent(NamedTuple):
@@ -81,18 +85,21 @@ def make_model(name: str) -> Any:
     return Lora(LORA[name])
 
 
-def train(name: str, steps: int) -> dict[str, Any]:
+def train(run: str) -> dict[str, Any]:
+    name = run.partition(":")[0]
     torch.manual_seed(0)
     model = make_model(name)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     zpp = zeropp.apply(model, CONFIGS.get(name, zeropp.Config()))
+    if run in TIMEOUTS:
+        zpp.set_timeout(TIMEOUTS[run])
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses, seconds, before = [], [], Sent(0, 0)
-    for step in range(steps):
+    for step in range(STEPS.get(run, 5)):
         started = time.monotonic()
         loss = model.loss(generator)
         loss.backward()
@@ -103,7 +110,7 @@ def train(name: str, steps: int) -> dict[str, Any]:
         if step == 0:
             before = Sent.until_now()
             zpp.ledger.reset()
-        print(f"step {step}", flush=True)  # noqa: T201
+        print(f"{run} step {step}", flush=True)  # noqa: T201
     ledger_bytes = zpp.ledger.total().across_bytes
     sent = Sent.until_now().since(before)
     return {
@@ -119,9 +126,12 @@ def train(name: str, steps: int) -> dict[str, Any]:
 def main() -> None:
     options = tyro.cli(Options)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
-    results = {name: train(name, options.steps) for name in options.configs}
-    (options.folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for run in options.runs:
+        print(f"{run} waits", flush=True)  # noqa: T201
+        while ":" in run and not (options.folder / run).exists():
+            time.sleep(0.01)
+        (options.folder / f"{run}.{dist.get_rank()}.json").write_text(json.dumps(train(run)))
     dist.destroy_process_group()
 
 

@@ -5,63 +5,79 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from zeropp.lab import Cluster, JobResult
-from zeropp.lab.job import OnLine
 
-Results = list[dict[str, dict[str, Any]]]
 ROOT = Path(__file__).parents[2]
 NAMES = ("default", "four_bit", "wire16", "lora-fp32", "lora-bf16")
+DELAYED, CUT, DOWN = "default:delayed", "default:cut", "default:down"
 HEADER_BYTES = 14 + 20 + 32
 """Ethernet, IP, and TCP with time stamps."""
 
 
-def train(
-    cluster: Cluster,
-    folder: Path,
-    *arguments: str,
-    timeout_seconds: float = 600.0,  # however slow the machine is
-    on_line: OnLine | None = None,
-) -> tuple[JobResult, Results]:
-    """Run steps.py; its results by rank, if it succeeded."""
-    folder.mkdir(exist_ok=True)
-    result = cluster.run(
-        ["-m", "tests.lab.steps", str(folder), *arguments],
-        timeout_seconds=timeout_seconds,
-        environment={"PYTHONPATH": str(ROOT)},
-        on_line=on_line,
-    )
-    if not result.succeeded:
-        return result, []
-    return result, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(cluster.world_size)]
+class Runs(NamedTuple):
+    """What came out of a job of several runs, the last of which failed."""
+
+    results: dict[str, list[dict[str, Any]]]
+    """By run and rank."""
+    job: JobResult
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """All configs on links without faults."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All configs on links without faults, then the default on worse and worse ones: in one job, because to
+    start one takes longer than to train."""
+    folder = tmp_path_factory.mktemp("runs")
+    seen: set[str] = set()
+    one_at_a_time = threading.Lock()
     with Cluster(nodes=2, ranks_per_node=2, link="1gbit") as cluster:
-        result, results = train(cluster, tmp_path_factory.mktemp("good"), *NAMES)
-    result.check()
-    return results
+
+        def change_links(who: str, line: str) -> None:
+            with one_at_a_time:
+                if line in seen:  # another rank was first
+                    return
+                seen.add(line)
+                if line == f"{DELAYED} waits":
+                    cluster.set_link(delay="20ms", loss="1%")
+                elif line == f"{CUT} waits":
+                    cluster.set_link(delay="0ms", loss="0%")
+                elif line in (f"{CUT} step 2", f"{DOWN} step 2"):
+                    cluster.link_down(1)
+                    if line.startswith(CUT):
+                        threading.Timer(2.0, cluster.link_up, [1]).start()
+                if line.endswith(" waits"):
+                    (folder / line.removesuffix(" waits")).touch()
+
+        job = cluster.run(
+            ["-m", "tests.lab.steps", str(folder), *NAMES, DELAYED, CUT, DOWN],
+            timeout_seconds=600.0,  # however slow the machine is
+            environment={"PYTHONPATH": str(ROOT)},
+            on_line=change_links,
+        )
+    results = {
+        run: [json.loads((folder / f"{run}.{rank}.json").read_text()) for rank in range(4)]
+        for run in (*NAMES, DELAYED, CUT)
+    }
+    return Runs(results, job)
 
 
 @pytest.mark.parametrize("config", NAMES)
-def test_counters_and_ledger_agree_within_five_percent(good: Results, config: str) -> None:
+def test_counters_and_ledger_agree_within_five_percent(runs: Runs, config: str) -> None:
     """Without the headers of packets: how many there are depends on how busy the machine is."""
     for node in (0, 1):
-        ranks = [good[rank][config] for rank in (2 * node, 2 * node + 1)]
+        ranks = [runs.results[config][rank] for rank in (2 * node, 2 * node + 1)]
         counted = ranks[0]["counter_bytes"] - HEADER_BYTES * ranks[0]["packets"]
         said = sum(rank["ledger_bytes"] for rank in ranks)
         assert said <= counted <= 1.05 * said
 
 
-def test_bytes_per_node_and_parameter(good: Results) -> None:
+def test_bytes_per_node_and_parameter(runs: Runs) -> None:
     per_parameter = {
         config: run["counter_bytes"] / run["parameters"] / (len(run["losses"]) - 1)
-        for config, run in good[0].items()
+        for config, (run, *_) in runs.results.items()
     }
     assert per_parameter["default"] < 0.80
     assert per_parameter["four_bit"] < 0.55
@@ -70,46 +86,20 @@ def test_bytes_per_node_and_parameter(good: Results) -> None:
     assert per_parameter["lora-bf16"] < 1.0
 
 
-def test_loss_and_delay_change_no_bit(good: Results, tmp_path: Path) -> None:
-    with Cluster(nodes=2, ranks_per_node=2, link="1gbit", delay="20ms", loss="1%") as cluster:
-        result, results = train(cluster, tmp_path, "default")
-    result.check()
-    assert [rank["default"]["losses"] for rank in results] == [rank["default"]["losses"] for rank in good]
-    assert max(results[0]["default"]["seconds"]) > 0.1  # it was slow, as it should be
+def test_loss_and_delay_change_no_bit(runs: Runs) -> None:
+    good, delayed = runs.results["default"], runs.results[DELAYED]
+    assert [rank["losses"] for rank in delayed] == [rank["losses"] for rank in good]
+    assert max(delayed[0]["seconds"]) > 0.1  # it was slow, as it should be
 
 
-def test_a_link_that_is_down_for_two_seconds_holds_training_up_and_changes_nothing(
-    good: Results, tmp_path: Path
-) -> None:
-    cut = threading.Event()
-    with Cluster(nodes=2, ranks_per_node=2, link="1gbit") as cluster:
-
-        def cut_the_link(who: str, line: str) -> None:
-            if line == "step 2" and not cut.is_set():
-                cut.set()
-                cluster.link_down(1)
-                threading.Timer(2.0, cluster.link_up, [1]).start()
-
-        result, results = train(cluster, tmp_path, "default", "--steps", "40", on_line=cut_the_link)
-    result.check()
-    run = results[0]["default"]
-    assert max(run["seconds"]) > 1.0
-    assert run["losses"][: len(good[0]["default"]["losses"])] == good[0]["default"]["losses"]
+def test_a_link_that_is_down_for_two_seconds_holds_training_up_and_changes_nothing(runs: Runs) -> None:
+    good, cut = runs.results["default"][0], runs.results[CUT][0]
+    assert max(cut["seconds"]) > 1.0
+    assert cut["losses"][: len(good["losses"])] == good["losses"]
 
 
-def test_a_link_that_stays_down_is_a_clear_error_within_the_timeout(tmp_path: Path) -> None:
-    cut = threading.Event()
-    with Cluster(nodes=2, ranks_per_node=2, link="1gbit") as cluster:
-
-        def cut_the_link(who: str, line: str) -> None:
-            if line == "step 2" and not cut.is_set():
-                cut.set()
-                cluster.link_down(1)
-
-        result, _ = train(
-            cluster, tmp_path, "default", "--steps", "2000", "--timeout", "5", on_line=cut_the_link
-        )
-    assert not result.succeeded
-    assert all(code != 0 for code in result.exit_codes.values())
-    words = "\n".join(line for lines in result.last_lines.values() for line in lines)
+def test_a_link_that_stays_down_is_a_clear_error_within_the_timeout(runs: Runs) -> None:
+    assert not runs.job.succeeded
+    assert all(code != 0 for code in runs.job.exit_codes.values())
+    words = "\n".join(line for lines in runs.job.last_lines.values() for line in lines)
     assert "Timed out waiting 5000ms" in words
