@@ -51,6 +51,11 @@ class UnitComms:
     notes: list[str] = field(default_factory=list)
     requires_sync: bool = True
     """False: gradients wait, as far as the unit's route allows, for a later backward to go across nodes."""
+    instead_of_fsdp2: bool = False
+    """Whether the loop had asked FSDP2 for that, which would have sent nothing either."""
+    may_hold: bool = True
+    """Whether zeropp may make FSDP2 hold the gradients of the whole model, where nothing less can be put off.
+    Not while it chooses a Config by itself: they may not fit, and plain FSDP2 would have reduced them."""
     has_put_off: bool = False
     """Whether gradients that FSDP2 holds may be there because `set_sync` was called."""
 
@@ -95,17 +100,17 @@ class UnitComms:
         return ours or (self.has_put_off and self.unit.holds_gradients)
 
     def set_sync(self, requires_sync: bool, instead_of_fsdp2: bool = False) -> None:
-        """Whether gradients of the next backwards go across nodes.
-
-        instead_of_fsdp2: the loop asked FSDP2 for it, which would have sent nothing either.
-        """
-        self.requires_sync = requires_sync
-        self.has_put_off |= not requires_sync and self.fsdp2_puts_off is not None
+        """Whether gradients of the next backwards go across nodes."""
+        self.requires_sync, self.instead_of_fsdp2 = requires_sync, instead_of_fsdp2
+        puts_off = self.fsdp2_puts_off
+        if puts_off == "reduction" and not (requires_sync or instead_of_fsdp2 or self.may_hold):
+            puts_off = None
+        self.has_put_off |= not requires_sync and puts_off is not None
         if self.pair is not None and self.defers_across:
             self.pair.reduce_scatter.set_sync_across(requires_sync, counts_baseline=not instead_of_fsdp2)
-        if self.fsdp2_puts_off == "all-reduce":
+        if puts_off == "all-reduce":
             self.unit.module.set_requires_all_reduce(requires_sync, recurse=False)
-        elif self.fsdp2_puts_off == "reduction":
+        elif puts_off == "reduction":
             self.unit.set_requires_gradient_sync(requires_sync)
 
     def prepare_to_accumulate(self) -> None:
@@ -115,12 +120,12 @@ class UnitComms:
 
     def flush(self) -> None:
         """Send pending gradients across nodes."""
-        requires_sync = self.requires_sync
+        before = (self.requires_sync, self.instead_of_fsdp2)
         self.set_sync(True)
         ours = self.pair.reduce_scatter.flushing() if self.pair and self.defers_across else nullcontext()
         with ours:
             self.unit.reduce_zeros()
-        self.set_sync(requires_sync)
+        self.set_sync(*before)
 
     def drop_pending(self) -> None:
         """Forget gradients that wait for cross-node sync."""
@@ -232,9 +237,9 @@ class Shared(NamedTuple):
         return cls(Ledger(), Scratch(), Alarm(), Overlap())
 
 
-def decide_comms(unit: Unit, config: Config, shared: Shared) -> UnitComms:
+def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool = True) -> UnitComms:
     """Decide what the unit sends. Changes nothing in the model, but may create process groups."""
-    comms = UnitComms(unit, config, left_alone=unit.why_left_alone())
+    comms = UnitComms(unit, config, left_alone=unit.why_left_alone(), may_hold=may_hold)
     if comms.left_alone or unit.group is None:
         return comms
     comms.separates_reductions = unit.reduces_in_own_group
