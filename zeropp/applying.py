@@ -10,7 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import nn
 
-from .auto import Search, find_candidates
+from .auto import Search, find_candidates, speaks_for
 from .config import Config
 from .fsdp import Unit, find_units
 from .handle import ZeroPP
@@ -65,8 +65,10 @@ def apply(
     zpp = ZeroPP(model, config, overrides, unit_comms, shared, search)
     zpp.install()
     _log(zpp)
+    if search is not None and speaks_for(units):
+        logger.info("zeropp: %s", search.describe())
     kept = sum((comms.will_keep() for comms in unit_comms), Kept())
-    zpp.warn_if_large(replace(kept if search is None else search.kept, pending=0))
+    zpp.warn_if_large(replace(kept, pending=0) if search is None else search.kept)
     return zpp
 
 

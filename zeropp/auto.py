@@ -59,7 +59,7 @@ FAR_BEHIND = 1.2
 AS_FAST = 1.01
 """Of those that differ by less, the one stays that does less to numbers."""
 
-PLAIN = "plain FSDP2"
+PLAIN, NODE_SHARD, DEFAULT = "plain FSDP2", "node shard", "default"
 
 
 @dataclass(frozen=True)
@@ -182,19 +182,19 @@ def find_candidates(units: Sequence[Unit], shared: Shared) -> list[Candidate]:
     configs = {PLAIN: Config.off(overlap=not overlap)}
     if overlap:
         configs[f"{PLAIN}, overlapped"] = Config.off()
-    configs |= {"node shard": Config.off(route="two-hop", secondary=True), "default": Config()}
+    configs |= {NODE_SHARD: Config.off(route="two-hop", secondary=True), DEFAULT: Config()}
     found, reasons = {}, {}
     for name, config in configs.items():
         try:
             comms = [decide_comms(unit, config, shared) for unit in units]
-        except (
-            ValueError
-        ) as error:  # nodes of different sizes, as all their ranks see
+        except ValueError as error:  # nodes of different sizes, as all their ranks see
             reasons[name] = str(error)
             continue
         found[name] = Candidate(name, config, sum((each.will_keep() for each in comms), Kept()))
         if name != PLAIN and all(each.left_alone for each in comms):
             reasons[name] = "zeropp leaves every unit alone"
+        elif name == NODE_SHARD and found[name].kept.node_shard == 0:
+            reasons[name] = "on one node there is none to keep"
     cannot = largest_anywhere(units, [float(name in reasons) for name in configs])
     for name, fails in zip(configs, cannot, strict=True):
         if fails and speaks_for(units):
