@@ -203,16 +203,12 @@ def find_candidates(units: Sequence[Unit], shared: Shared) -> list[Candidate]:
     return [found[name] for name, fails in zip(configs, cannot, strict=True) if not fails]
 
 
-def after_backward(react: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
-    """`react`, at the end of the backward that is running, if one is: then nothing is on its way."""
-
-    def later(optimizer: Optimizer) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            react(optimizer)
-        else:
-            Variable._execution_engine.queue_callback(lambda: react(optimizer))
-
-    return later
+def after_backward(react: Callable[[], None]) -> None:
+    """Call `react` now, or at the end of the backward that is running: then nothing is on its way."""
+    if torch._C._current_graph_task_id() == -1:
+        react()
+    else:
+        Variable._execution_engine.queue_callback(react)
 
 
 def largest_anywhere(units: Sequence[Unit], values: Sequence[float]) -> list[float]:

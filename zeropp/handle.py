@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -159,10 +160,15 @@ class ZeroPP:
         if self._accumulates:
             self._prepare_to_accumulate()
 
-    def _search_on(self, optimizer: Optimizer) -> None:
-        """An optimizer of this model has stepped, and no backward is running."""
-        if self.search is not None and self.search.config == self.config:
-            self.search.after_step(optimizer)
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer of this model has stepped: the search for a Config goes on."""
+        search = self.search
+        if search is not None and not (search.chosen and search.config == self.config):
+            after_backward(partial(self._search_on, search, optimizer))
+
+    def _search_on(self, search: Search, optimizer: Optimizer) -> None:
+        if search.config == self.config:
+            search.after_step(optimizer)
         self._follow_search()
 
     def _follow_search(self) -> None:
@@ -370,7 +376,7 @@ class ZeroPP:
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
                 comms.unit.send_unused_gradients()  # kept errors need one layout in every step
-        then = None if self.search is None else after_backward(self._search_on)
+        then = None if self.search is None else self._after_step
         self._steps = OptimizerSteps(self.unit_comms, self._shared.alarm, then)
         self._handles += self._steps.register()
 

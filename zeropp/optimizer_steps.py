@@ -108,14 +108,16 @@ class OptimizerSteps:
             )
 
     def _after(self, optimizer: Optimizer) -> None:
-        self._weights_changed(optimizer)
-        if self._then is not None and self._changed_by(optimizer):
+        if self._weights_changed(optimizer) and self._then is not None:
             self._then(optimizer)
 
-    def _weights_changed(self, optimizer: Optimizer) -> None:
-        for comms, changed in self._changed_by(optimizer):
+    def _weights_changed(self, optimizer: Optimizer) -> bool:
+        """Whether there are any of ours."""
+        concerned = self._changed_by(optimizer)
+        for comms, changed in concerned:
             if comms.pair is not None:
                 comms.pair.all_gather.after_step(changed)
+        return bool(concerned)
 
     def _changed_by(self, optimizer: Optimizer) -> list[tuple[UnitComms, set[int]]]:
         """The units that the optimizer can change, and which of their parameters: what is frozen stays as it

@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, name: str, tmp_path: Pa
 
 
 def _auto(folder: str) -> tuple[str | None, str | None, float, float]:
-    """What is chosen, in a run and in another one that resumes it; the loss of the last step and of FSDP2's."""
+    """What is chosen, in a run and in another one that resumes it; and the last loss, with FSDP2's own."""
     run, plain = Run("auto", accumulate=2), Run(PLAIN, accumulate=2)
     assert run.zpp is not None
     assert run.zpp.search is not None
