@@ -15,7 +15,7 @@ from .config import Config
 from .fsdp import Unit, find_units
 from .handle import ZeroPP
 from .kept import Kept
-from .unit_comms import Shared, check_configs, choose_configs, decide_comms
+from .unit_comms import Shared, check_configs, choose_configs, decide_comms, warn_if_large
 
 logger = logging.getLogger("zeropp")
 
@@ -67,8 +67,8 @@ def apply(
     _log(zpp)
     if search is not None and speaks_for(units):
         logger.info("zeropp: %s", search.describe())
-    kept = sum((comms.will_keep() for comms in unit_comms), Kept())
-    zpp.warn_if_large(replace(kept, pending=0) if search is None else search.kept)
+    kept = sum((comms.will_keep() for comms in unit_comms), Kept()) if search is None else search.kept
+    warn_if_large(unit_comms, replace(kept, pending=0))
     return zpp
 
 

@@ -13,7 +13,6 @@ When the model goes, everything goes.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,10 +32,8 @@ from .kept import Kept
 from .no_sync import on_gradient_sync
 from .optimizer_steps import OptimizerSteps
 from .state import Installed, is_usable, load_units, save_units
-from .unit_comms import Shared, UnitComms, check_configs, choose_configs, decide_comms
+from .unit_comms import Shared, UnitComms, check_configs, choose_configs, decide_comms, warn_if_large
 from .zero_grad import listen
-
-logger = logging.getLogger("zeropp")
 
 NUMBERS = ("parameters", "kept bytes", "will keep", "pending")
 """Columns of `ZeroPP.summary`."""
@@ -67,6 +64,7 @@ class ZeroPP:
         self._handles: list[Any] = []
         self._followed: list[Any] = []
         self._accumulates = False
+        self._timeout: timedelta | None = None
 
     def summary(self) -> str:
         """What every unit sends, and how, or why it was left alone; as text.
@@ -158,6 +156,8 @@ class ZeroPP:
         self.search = search
         self.install()
         if self._accumulates:
+            if search is None:  # which has warned of all that it tries
+                warn_if_large(self.unit_comms, self._will_keep)
             self._prepare_to_accumulate()
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -269,6 +269,8 @@ class ZeroPP:
     def _accumulate(self) -> None:
         if not self._accumulates:
             self._accumulates = True
+            kept = self._will_keep if self.search is None else self.search.kept
+            warn_if_large(self.unit_comms, kept)
             self._prepare_to_accumulate()
 
     def flush(self) -> None:
@@ -325,6 +327,7 @@ class ZeroPP:
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long hops wait for other ranks; at first, it is what init_process_group was given. For
         loops that change it for their own process groups. Call it on every rank, after a barrier."""
+        self._timeout = timeout
         for _, all_gather, reduce_scatter in self._installed():
             for hop in (*all_gather.hops, *reduce_scatter.hops):
                 hop.set_timeout(timeout)
@@ -376,6 +379,8 @@ class ZeroPP:
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
                 comms.unit.send_unused_gradients()  # kept errors need one layout in every step
+        if self._timeout is not None:
+            self.set_timeout(self._timeout)
         then = None if self.search is None else self._after_step
         self._steps = OptimizerSteps(self.unit_comms, self._shared.alarm, then)
         self._handles += self._steps.register()
@@ -383,20 +388,11 @@ class ZeroPP:
     def _installed(self) -> Iterator[Installed]:
         return ((comms, *comms.pair) for comms in self.unit_comms if comms.pair is not None)
 
+    @property
+    def _will_keep(self) -> Kept:
+        return sum((comms.will_keep() for comms in self.unit_comms), Kept())
+
     def _prepare_to_accumulate(self) -> None:
         listen(self)
-        if self.search is None:  # which has warned in the beginning
-            self.warn_if_large(sum((comms.will_keep() for comms in self.unit_comms), Kept()))
         for comms in self.unit_comms:
             comms.prepare_to_accumulate()
-
-    def warn_if_large(self, kept: Kept) -> None:
-        """Say so if much is going to be kept, before it is allocated. Called by `apply`."""
-        shards = sum(comms.unit.shard_bytes for comms in self.unit_comms)
-        if kept.total > shards and dist.get_rank() == 0:
-            logger.warning(
-                "zeropp: will keep more on every rank than its shards of the parameters, %s bytes: "
-                "%s. summary() has it by unit; Config(secondary=False) saves node shards, "
-                "gradients_pending='bf16' half of pending gradients, error_feedback=False kept errors",
-                *(f"{shards:,}", kept.describe()),
-            )

@@ -3,13 +3,15 @@ it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch, Wire
 from .config import Config
@@ -19,6 +21,8 @@ from .overlap import Overlap, UnitOverlap, can_overlap
 from .quant import QUANTIZABLE_DTYPES
 from .topology import Hop, Topology
 from .zero_grad import GradientWatch
+
+logger = logging.getLogger("zeropp")
 
 
 class CommPair(NamedTuple):
@@ -277,6 +281,18 @@ def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool =
     if comms.separates_reductions:
         comms.notes.append("gradients in process groups of their own")
     return comms
+
+
+def warn_if_large(unit_comms: Sequence[UnitComms], kept: Kept) -> None:
+    """Say so if much is going to be kept of these units, before it is allocated."""
+    shards = sum(comms.unit.shard_bytes for comms in unit_comms)
+    if kept.total > shards and dist.get_rank() == 0:
+        logger.warning(
+            "zeropp: will keep more on every rank than its shards of the parameters, %s bytes: %s. summary() "
+            "has it by unit; Config(secondary=False) saves node shards, gradients_pending='bf16' half of "
+            "pending gradients, error_feedback=False kept errors",
+            *(f"{shards:,}", kept.describe()),
+        )
 
 
 def _hops_of(
