@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
@@ -30,7 +30,7 @@ from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
 from zeropp.plan.timeline import KINDS, Timeline, simulate
 from zeropp.plan.trace import Compute, Trace
-from zeropp.strategies import COMPUTE, find_strategy
+from zeropp.strategies import COMPUTE, STRATEGIES, find_strategy
 
 TARGET = 0.15
 MEASURE_SECONDS = 180.0
@@ -45,7 +45,7 @@ class Options:
     nodes: int = 2
     ranks_per_node: int = 2
     micro_batches: tuple[int, ...] = (1, 4)
-    strategies: tuple[str, ...] = field(default_factory=lambda: Settings().strategies)
+    strategies: tuple[str, ...] = tuple(s.name for s in STRATEGIES if not s.is_auto)
     rounds: int = 2
     bench: Path | None = None
     """Numbers of an earlier `zeropp lab bench`, in the place of a new one."""

@@ -14,7 +14,7 @@ def test_the_strategies_are_what_a_user_would_otherwise_pick() -> None:
     assert names == [
         *("fsdp2", "wire16", "wire16-overlap", "wire16-accumulate", "wire16-two-hop", "wire16-reshard"),
         *("hsdp", "hfsdp", "qwz", "hpz", "qgz", "paper", "default", "default-serial", "unrotated"),
-        *("four-bit", "deepspeed", "deepspeed-hpz"),
+        *("four-bit", "auto", "deepspeed", "deepspeed-hpz"),
     ]
     assert find_strategy(BASELINE).config == Config.wire16(overlap=False)
     overlapping = {strategy.name for strategy in STRATEGIES if strategy.overlaps}

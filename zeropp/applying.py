@@ -5,36 +5,41 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
 
+from .auto import Search, find_candidates, speaks_for
 from .config import Config
 from .fsdp import Unit, find_units
 from .handle import ZeroPP
 from .kept import Kept
-from .unit_comms import Shared, check_configs, choose_configs, decide_comms
+from .unit_comms import Shared, check_configs, choose_configs, decide_comms, warn_if_large
 
 logger = logging.getLogger("zeropp")
 
 
 def apply(
-    model: nn.Module, config: Config | None = None, *, overrides: Mapping[str, Config] | None = None
+    model: nn.Module,
+    config: Config | Literal["auto"] | None = None,
+    *,
+    overrides: Mapping[str, Config] | None = None,
 ) -> ZeroPP:
     """Replace what FSDP2 sends for `model` by ZeRO++. Works in place; call it on every rank.
 
     Args:
         model: a module that `fully_shard` has been applied to, in whatever way.
-        config: what to send; the default is `Config()`.
+        config: what to send; the default is `Config()`. "auto" tries some in the first steps, plain FSDP2
+            among them, and keeps the fastest: see auto.py.
         overrides: other Configs for units whose name matches a pattern (as in a shell: `layers.*`); the
             first pattern that matches counts.
 
     Applying the same again returns the same `ZeroPP`; applying something else replaces it. After FSDP2's
     `set_separate_reduce_scatter_group`, apply again: process groups for hops are made here.
     """
-    config = Config() if config is None else config
     overrides = dict(overrides or {})
-    check_configs(config, overrides)
+    _check(config, overrides)
     if not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialized; call torch.distributed.init_process_group() and "
@@ -47,20 +52,46 @@ def apply(
             "torch.distributed.fsdp.fully_shard() on its blocks and on itself before zeropp.apply()"
         )
     previous = _previous(units)
-    same = previous is not None and (previous.config, previous.overrides) == (config, overrides)
-    if previous is not None and same and all(comms.has_its_groups for comms in previous.unit_comms):
+    if previous is not None and _is_same(previous, config, overrides):
         return previous
     # Everything that can fail comes before the first change to the model.
     shared = Shared.new()
+    search = Search(find_candidates(units, shared), units) if config == "auto" else None
+    config = search.config if search is not None else config if isinstance(config, Config) else Config()
     chosen = choose_configs(units, config, overrides)
-    unit_comms = [decide_comms(unit, chosen[unit], shared) for unit in units]
+    unit_comms = [decide_comms(unit, chosen[unit], shared, may_hold=search is None) for unit in units]
     if previous is not None:
         previous.remove()
-    zpp = ZeroPP(model, config, overrides, unit_comms, shared)
+    zpp = ZeroPP(model, config, overrides, unit_comms, shared, search)
     zpp.install()
     _log(zpp)
-    zpp.warn_if_large(sum((replace(comms.will_keep(), pending=0) for comms in unit_comms), Kept()))
+    if search is not None and speaks_for(units):
+        logger.info("zeropp: %s", search.describe())
+    kept = sum((comms.will_keep() for comms in unit_comms), Kept()) if search is None else search.kept
+    warn_if_large(unit_comms, replace(kept, pending=0))
     return zpp
+
+
+def _check(config: Config | str | None, overrides: Mapping[str, Config]) -> None:
+    """Raise unless it is something that can be applied."""
+    if isinstance(config, str) and config != "auto":
+        raise ValueError(f"config is {config!r}; expected a zeropp.Config or 'auto'")
+    if config == "auto" and overrides:
+        raise ValueError(
+            f"overrides has {sorted(overrides)} with config='auto', which tries plain FSDP2 and others "
+            "on the whole model; give a zeropp.Config, or no overrides"
+        )
+    check_configs(Config() if config is None or isinstance(config, str) else config, overrides)
+
+
+def _is_same(previous: ZeroPP, config: Config | str | None, overrides: Mapping[str, Config]) -> bool:
+    """Whether it was applied like this, to process groups that are still what they were."""
+    if config == "auto":
+        same = previous.search is not None
+    else:
+        given = (Config() if config is None else config, overrides)
+        same = previous.search is None and (previous.config, previous.overrides) == given
+    return same and all(comms.has_its_groups for comms in previous.unit_comms)
 
 
 def _previous(units: list[Unit]) -> ZeroPP | None:

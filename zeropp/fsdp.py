@@ -236,8 +236,14 @@ class Unit:
             group.finalize_backward()
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes, and communicates."""
+        device: torch.device = self._param_groups[0].device
+        return device
+
+    @property
     def is_on_cpu(self) -> bool:
-        return bool(self._param_groups[0].device.type == "cpu")
+        return self.device.type == "cpu"
 
     @property
     def is_in_forward(self) -> bool:

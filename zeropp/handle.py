@@ -13,27 +13,27 @@ When the model goes, everything goes.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from rich.table import Table
 from torch import nn
+from torch.optim import Optimizer
 
-from .comm import AllGather, ReduceScatter
+from .auto import Search, after_backward
 from .comm.ledger import render
 from .config import Config
 from .kept import Kept
 from .no_sync import on_gradient_sync
 from .optimizer_steps import OptimizerSteps
-from .unit_comms import Shared, UnitComms, check_configs, choose_configs, decide_comms
+from .state import Installed, is_usable, load_units, save_units
+from .unit_comms import Shared, UnitComms, check_configs, choose_configs, decide_comms, warn_if_large
 from .zero_grad import listen
-
-logger = logging.getLogger("zeropp")
 
 NUMBERS = ("parameters", "kept bytes", "will keep", "pending")
 """Columns of `ZeroPP.summary`."""
@@ -49,18 +49,22 @@ class ZeroPP:
         overrides: Mapping[str, Config],
         unit_comms: list[UnitComms],
         shared: Shared,
+        search: Search | None = None,
     ) -> None:
         self.config = config
         self.overrides = dict(overrides)
         self.unit_comms = unit_comms
         self.ledger = shared.ledger
         """What this rank sent, per unit, collective and hop."""
+        self.search = search
+        """How `config` is found, or was, after `apply(model, "auto")`; None: somebody has given it."""
         self._shared = shared
         weakref.finalize(self, shared.alarm.log_if_known)
         self._model = model
         self._handles: list[Any] = []
         self._followed: list[Any] = []
         self._accumulates = False
+        self._timeout: timedelta | None = None
 
     def summary(self) -> str:
         """What every unit sends, and how, or why it was left alone; as text.
@@ -76,7 +80,7 @@ class ZeroPP:
             table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
         for row in rows:
             table.add_row(*row.values())
-        return render(table)
+        return render(table) + ("" if self.search is None else self.search.table())
 
     @property
     def communication_bytes(self) -> int:
@@ -99,8 +103,9 @@ class ZeroPP:
     @property
     def has_history(self) -> bool:
         """Whether something is kept that does not follow from the weights: a reference of differences, kept
-        errors, the count of reductions for rounding at random. Then a checkpoint must hold `state_dict()`."""
-        return any(comms.has_history for comms in self.unit_comms)
+        errors, the count of reductions for rounding at random; or what "auto" has chosen. Then a checkpoint
+        must hold `state_dict()`."""
+        return self.search is not None or any(comms.has_history for comms in self.unit_comms)
 
     def invalidate(self) -> None:
         """Say that weights were changed by other means than an optimizer step or `load_state_dict`.
@@ -119,16 +124,23 @@ class ZeroPP:
                     zpp.set_config(zeropp.Config())
 
         The ledger goes on counting. Node shards, references of differences and kept errors stay if they mean
-        the same under the new Config; else the weights are sent anew, and kept errors start at zero.
+        the same under the new Config; else the weights are sent anew, and kept errors start at zero. The
+        search of "auto" is over.
         """
         overrides = dict(overrides or {})
         check_configs(config, overrides)
+        self._switch(config, overrides, None)
+
+    def _switch(self, config: Config, overrides: Mapping[str, Config], search: Search | None) -> None:
         self._raise_if_pending()
         if not self._handles:
             raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
         # Everything that can fail comes before the first change.
         chosen = choose_configs([comms.unit for comms in self.unit_comms], config, overrides)
-        unit_comms = [decide_comms(unit, own, self._shared) for unit, own in chosen.items()]
+        may_hold = search is None
+        unit_comms = [
+            decide_comms(unit, own, self._shared, may_hold=may_hold) for unit, own in chosen.items()
+        ]
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
             if old.pair is not None and new.pair is not None:
                 new.pair.take_over(old.pair)
@@ -136,84 +148,77 @@ class ZeroPP:
         self._shared.overlap.remove()
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
             if not old.requires_sync:
+                instead_of_fsdp2 = old.instead_of_fsdp2
                 old.set_sync(True)  # FSDP2's switches, which the new Config may not use
-                new.set_sync(False)
+                new.set_sync(False, instead_of_fsdp2)
             new.unit.send_unused_as_set()
-        self.config, self.overrides, self.unit_comms = config, overrides, unit_comms
+        self.config, self.overrides, self.unit_comms = config, dict(overrides), unit_comms
+        self.search = search
         self.install()
         if self._accumulates:
+            if search is None:  # which has warned of all that it tries
+                warn_if_large(self.unit_comms, self._will_keep)
             self._prepare_to_accumulate()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer of this model has stepped: the search for a Config goes on."""
+        search = self.search
+        if search is not None and not (search.chosen and search.config == self.config):
+            after_backward(partial(self._search_on, search, optimizer))
+
+    def _search_on(self, search: Search, optimizer: Optimizer) -> None:
+        if search.config == self.config:
+            search.after_step(optimizer)
+        self._follow_search()
+
+    def _follow_search(self) -> None:
+        """Go on with the Config of the search, as soon as no gradients wait, on all ranks alike: those of
+        another optimizer may."""
+        search = self.search
+        waits = any(comms.has_pending for comms in self.unit_comms)
+        if search is not None and search.config != self.config and not waits:
+            self._shared.scratch.release()  # of the size that the last one needed
+            self._switch(search.config, {}, search)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save for a run that goes on bit for bit: references of weight differences, kept
-        errors, and the count of reductions that stochastic rounding depends on. Only tensors and numbers, and
-        copies: they do not change with the next step.
+        errors, the count of reductions that stochastic rounding depends on, and what "auto" has chosen. Only
+        tensors, numbers and names, and copies: they do not change with the next step.
 
         Every rank saves its own, beside the model and the optimizer; `torch.load` with `weights_only=True`
         reads it.
         """
         self._shared.alarm.raise_if_any()
-        units = {
-            comms.unit.name: {"weights": gather.state_dict(), "gradients": reduce.state_dict()}
-            for comms, gather, reduce in self._installed()
+        state = {
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "units": save_units(self._installed()),
         }
-        return {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "units": units}
+        return state if self.search is None else state | {"auto": self.search.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Go on from what `state_dict` of this rank returned. Call it on every rank, after loading the model:
         loading weights forgets all that is kept. Its tensors may be on any device.
 
         A rank that has none passes None. If any has none, or one of another number of ranks, all go on
-        without: the weights are sent anew, kept errors start at zero, and a warning says so. Returns whether
-        the state is used, on every rank the same.
+        without: the weights are sent anew, kept errors start at zero, and a warning says so. If "auto" had
+        chosen a Config, it is not searched again. Returns whether the state is used, on every rank the same.
         """
-        installed = {comms.unit.name: (gather, reduce) for comms, gather, reduce in self._installed()}
-        wrong = self._why_not(state)
-        missing = {rank: why for rank, why in self._everywhere(wrong).items() if why is not None}
-        if wrong is not None and not missing:  # no group to ask
-            missing = {dist.get_rank(): wrong}
-        if missing:
-            rank, why = min(missing.items())
-            logger.warning(
-                "zeropp: goes on without the saved state, on every rank: it cannot be used on ranks %s (rank "
-                "%d: %s). The weights are sent anew, and kept errors start at zero",
-                *(sorted(missing), rank, why),
-            )
-        usable: Mapping[str, Any] = {} if missing or state is None else state["units"]
-        for name, (gather, reduce) in installed.items():
-            unit = usable.get(name, {"weights": {}, "gradients": {"calls": 0, "feedback": {}}})
-            gather.load_state_dict(unit["weights"])
-            reduce.load_state_dict(unit["gradients"])
-        return not missing
-
-    def _why_not(self, state: Mapping[str, Any] | None) -> str | None:
-        """Why this rank cannot go on from `state`, or None."""
-        installed = {comms.unit.name: gather for comms, gather, _ in self._installed()}
-        if state is None:
-            return "there is none"
-        mine = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        theirs = {name: state.get(name) for name in mine}
-        units = set(state.get("units", ()))
-        if theirs != mine or units != set(installed):
-            return f"it is of {theirs} and units {sorted(units)}; expected {mine} and {sorted(installed)}"
-        reasons = (gather.why_not_load(state["units"][name]["weights"]) for name, gather in installed.items())
-        return next((reason for reason in reasons if reason is not None), None)
-
-    def _everywhere(self, mine: str | None) -> dict[int, str | None]:
-        """What all ranks that hold a part of these units say, by rank: every rank gets the same."""
-        said: dict[int, str | None] = {}
-        for group in {id(group): group for comms in self.unit_comms if (group := comms.unit.group)}.values():
-            answers: list[str | None] = [None] * group.size()
-            dist.all_gather_object(answers, mine, group=group)
-            said |= dict(zip(dist.get_process_group_ranks(group), answers, strict=True))
-        return said
+        used = is_usable(self.unit_comms, list(self._installed()), state)
+        usable = state if used and state is not None else {}
+        if self.search is not None:
+            self.search.load_state_dict(usable.get("auto", {}))
+            self._follow_search()
+        load_units(self._installed(), usable.get("units", {}))
+        return used
 
     def set_requires_cross_node_sync(self, requires_sync: bool) -> None:
         """Turn cross-node gradient traffic off for all but the last micro-batch of a step.
 
         Does the right thing for any Config and mesh. While off: on two hops, gradients are reduced inside the
         node only and add up there in fp32. On a flat route nothing is reduced, and FSDP2 keeps full gradients
-        (its `set_requires_gradient_sync`). With HSDP that shards inside each node, FSDP2 leaves out the
+        (its `set_requires_gradient_sync`), unless "auto" has chosen it, which has no memory for that: then
+        every micro-batch is reduced. With HSDP that shards inside each node, FSDP2 leaves out the
         all-reduce (`set_requires_all_reduce`). Turn it on again before the last micro-batch's backward; an
         optimizer step with gradients still pending is an error.
 
@@ -264,6 +269,8 @@ class ZeroPP:
     def _accumulate(self) -> None:
         if not self._accumulates:
             self._accumulates = True
+            kept = self._will_keep if self.search is None else self.search.kept
+            warn_if_large(self.unit_comms, kept)
             self._prepare_to_accumulate()
 
     def flush(self) -> None:
@@ -320,6 +327,7 @@ class ZeroPP:
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long hops wait for other ranks; at first, it is what init_process_group was given. For
         loops that change it for their own process groups. Call it on every rank, after a barrier."""
+        self._timeout = timeout
         for _, all_gather, reduce_scatter in self._installed():
             for hop in (*all_gather.hops, *reduce_scatter.hops):
                 hop.set_timeout(timeout)
@@ -371,25 +379,20 @@ class ZeroPP:
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
                 comms.unit.send_unused_gradients()  # kept errors need one layout in every step
-        self._steps = OptimizerSteps(self.unit_comms, self._shared.alarm)
+        if self._timeout is not None:
+            self.set_timeout(self._timeout)
+        then = None if self.search is None else self._after_step
+        self._steps = OptimizerSteps(self.unit_comms, self._shared.alarm, then)
         self._handles += self._steps.register()
 
-    def _installed(self) -> Iterator[tuple[UnitComms, AllGather, ReduceScatter]]:
+    def _installed(self) -> Iterator[Installed]:
         return ((comms, *comms.pair) for comms in self.unit_comms if comms.pair is not None)
+
+    @property
+    def _will_keep(self) -> Kept:
+        return sum((comms.will_keep() for comms in self.unit_comms), Kept())
 
     def _prepare_to_accumulate(self) -> None:
         listen(self)
-        self.warn_if_large(sum((comms.will_keep() for comms in self.unit_comms), Kept()))
         for comms in self.unit_comms:
             comms.prepare_to_accumulate()
-
-    def warn_if_large(self, kept: Kept) -> None:
-        """Say so if much is going to be kept, before it is allocated. Called by `apply`."""
-        shards = sum(comms.unit.shard_bytes for comms in self.unit_comms)
-        if kept.total > shards and dist.get_rank() == 0:
-            logger.warning(
-                "zeropp: will keep more on every rank than its shards of the parameters, %s bytes: "
-                "%s. summary() has it by unit; Config(secondary=False) saves node shards, "
-                "gradients_pending='bf16' half of pending gradients, error_feedback=False kept errors",
-                *(f"{shards:,}", kept.describe()),
-            )

@@ -50,9 +50,16 @@ class Handle(Protocol):
 class OptimizerSteps:
     """Watches the optimizer steps that concern some units, as long as somebody holds it."""
 
-    def __init__(self, unit_comms: Iterable[UnitComms], alarm: Alarm) -> None:
+    def __init__(
+        self,
+        unit_comms: Iterable[UnitComms],
+        alarm: Alarm,
+        then: Callable[[Optimizer], None] | None = None,
+    ) -> None:
+        """`then` is called after each step that concerns these units, when they have been told."""
         self._unit_comms = [comms for comms in unit_comms if comms.pair is not None]
         self._alarm = alarm
+        self._then = then
         self._table: dict[int, Entry] = {}
 
     def register(self) -> list[Handle]:
@@ -100,12 +107,19 @@ class OptimizerSteps:
                 "flush() after it"
             )
 
-    def _weights_changed(self, optimizer: Optimizer) -> None:
-        for comms, changed in self._changed_by(optimizer):
+    def _after(self, optimizer: Optimizer) -> None:
+        if self._weights_changed(optimizer) and self._then is not None:
+            self._then(optimizer)
+
+    def _weights_changed(self, optimizer: Optimizer) -> bool:
+        """Whether there are any of ours."""
+        concerned = self._changed_by(optimizer)
+        for comms, changed in concerned:
             if comms.pair is not None:
                 comms.pair.all_gather.after_step(changed)
+        return bool(concerned)
 
-    def _changed_by(self, optimizer: Optimizer) -> Iterable[tuple[UnitComms, set[int]]]:
+    def _changed_by(self, optimizer: Optimizer) -> list[tuple[UnitComms, set[int]]]:
         """The units that the optimizer can change, and which of their parameters: what is frozen stays as it
         is."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -116,7 +130,7 @@ class OptimizerSteps:
             _, comms, number = self._table[id(p)]
             if comms is not None and (p.requires_grad or p.grad is not None):
                 changed.setdefault(id(comms), (comms, set()))[1].add(number)
-        return changed.values()
+        return list(changed.values())
 
     def _knows(self, p: nn.Parameter) -> bool:
         entry = self._table.get(id(p))
@@ -153,7 +167,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for steps in watching():
-        steps._weights_changed(optimizer)
+        steps._after(optimizer)
 
 
 class _End:

@@ -30,7 +30,9 @@ class Strategy:
     name: str
     title: str
     config: Config | None = None
-    """What `zeropp.apply` gets; None: it is not called."""
+    """What `zeropp.apply` gets; None: it is not called, or ..."""
+    is_auto: bool = False
+    """... it gets "auto"."""
     engine: Engine = "fsdp2"
     sync: Sync = "every"
     """What happens once per optimizer step instead of in every micro-batch. "gradients": FSDP2's
@@ -57,7 +59,7 @@ class Strategy:
     @property
     def overlaps(self) -> bool:
         """Whether it sends while it computes, on a CPU too: overlap.py. FSDP2 by itself does not, there."""
-        return self.config is not None and self.config.overlap
+        return self.is_auto or (self.config is not None and self.config.overlap)
 
     def sharding_options(self, ranks_per_node: int) -> dict[str, Any]:
         """What `fully_shard` gets for every unit. Needs a process group; HSDP's mesh is made here."""
@@ -123,6 +125,7 @@ STRATEGIES: tuple[Strategy, ...] = (
         "unrotated", "zeropp's default, rotate=False", Config(rotate=False), sync="across", is_ours=True
     ),
     Strategy("four-bit", "zeropp's four bits", Config.four_bit(), sync="across", is_ours=True),
+    Strategy("auto", "zeropp's own choice (auto)", is_auto=True, sync="across", is_ours=True),
     Strategy("deepspeed", "DeepSpeed ZeRO-3 (fp32)", engine="deepspeed"),
     Strategy("deepspeed-hpz", "DeepSpeed ZeRO-3 + hpZ (fp32)", engine="deepspeed", deepspeed_hpz=True),
 )

@@ -3,13 +3,15 @@ it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch, Wire
 from .config import Config
@@ -19,6 +21,8 @@ from .overlap import Overlap, UnitOverlap, can_overlap
 from .quant import QUANTIZABLE_DTYPES
 from .topology import Hop, Topology
 from .zero_grad import GradientWatch
+
+logger = logging.getLogger("zeropp")
 
 
 class CommPair(NamedTuple):
@@ -51,6 +55,11 @@ class UnitComms:
     notes: list[str] = field(default_factory=list)
     requires_sync: bool = True
     """False: gradients wait, as far as the unit's route allows, for a later backward to go across nodes."""
+    instead_of_fsdp2: bool = False
+    """Whether the loop had asked FSDP2 for that, which would have sent nothing either."""
+    may_hold: bool = True
+    """Whether zeropp may make FSDP2 hold the gradients of the whole model, where nothing less can be put off.
+    Not while it chooses a Config by itself: they may not fit, and plain FSDP2 would have reduced them."""
     has_put_off: bool = False
     """Whether gradients that FSDP2 holds may be there because `set_sync` was called."""
 
@@ -95,17 +104,17 @@ class UnitComms:
         return ours or (self.has_put_off and self.unit.holds_gradients)
 
     def set_sync(self, requires_sync: bool, instead_of_fsdp2: bool = False) -> None:
-        """Whether gradients of the next backwards go across nodes.
-
-        instead_of_fsdp2: the loop asked FSDP2 for it, which would have sent nothing either.
-        """
-        self.requires_sync = requires_sync
-        self.has_put_off |= not requires_sync and self.fsdp2_puts_off is not None
+        """Whether gradients of the next backwards go across nodes."""
+        self.requires_sync, self.instead_of_fsdp2 = requires_sync, instead_of_fsdp2
+        puts_off = self.fsdp2_puts_off
+        if puts_off == "reduction" and not (requires_sync or instead_of_fsdp2 or self.may_hold):
+            puts_off = None
+        self.has_put_off |= not requires_sync and puts_off is not None
         if self.pair is not None and self.defers_across:
             self.pair.reduce_scatter.set_sync_across(requires_sync, counts_baseline=not instead_of_fsdp2)
-        if self.fsdp2_puts_off == "all-reduce":
+        if puts_off == "all-reduce":
             self.unit.module.set_requires_all_reduce(requires_sync, recurse=False)
-        elif self.fsdp2_puts_off == "reduction":
+        elif puts_off == "reduction":
             self.unit.set_requires_gradient_sync(requires_sync)
 
     def prepare_to_accumulate(self) -> None:
@@ -115,12 +124,12 @@ class UnitComms:
 
     def flush(self) -> None:
         """Send pending gradients across nodes."""
-        requires_sync = self.requires_sync
+        before = (self.requires_sync, self.instead_of_fsdp2)
         self.set_sync(True)
         ours = self.pair.reduce_scatter.flushing() if self.pair and self.defers_across else nullcontext()
         with ours:
             self.unit.reduce_zeros()
-        self.set_sync(requires_sync)
+        self.set_sync(*before)
 
     def drop_pending(self) -> None:
         """Forget gradients that wait for cross-node sync."""
@@ -232,9 +241,9 @@ class Shared(NamedTuple):
         return cls(Ledger(), Scratch(), Alarm(), Overlap())
 
 
-def decide_comms(unit: Unit, config: Config, shared: Shared) -> UnitComms:
+def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool = True) -> UnitComms:
     """Decide what the unit sends. Changes nothing in the model, but may create process groups."""
-    comms = UnitComms(unit, config, left_alone=unit.why_left_alone())
+    comms = UnitComms(unit, config, left_alone=unit.why_left_alone(), may_hold=may_hold)
     if comms.left_alone or unit.group is None:
         return comms
     comms.separates_reductions = unit.reduces_in_own_group
@@ -272,6 +281,18 @@ def decide_comms(unit: Unit, config: Config, shared: Shared) -> UnitComms:
     if comms.separates_reductions:
         comms.notes.append("gradients in process groups of their own")
     return comms
+
+
+def warn_if_large(unit_comms: Sequence[UnitComms], kept: Kept) -> None:
+    """Say so if much is going to be kept of these units, before it is allocated."""
+    shards = sum(comms.unit.shard_bytes for comms in unit_comms)
+    if kept.total > shards and dist.get_rank() == 0:
+        logger.warning(
+            "zeropp: will keep more on every rank than its shards of the parameters, %s bytes: %s. summary() "
+            "has it by unit; Config(secondary=False) saves node shards, gradients_pending='bf16' half of "
+            "pending gradients, error_feedback=False kept errors",
+            *(f"{shards:,}", kept.describe()),
+        )
 
 
 def _hops_of(

@@ -52,6 +52,8 @@ def test_a_reader_is_told_where_rivals_win(results: Results) -> None:
     )
     assert any("differs from the baseline's by +0.0100; another seed makes a" in text for text in said)
     assert "not run: DeepSpeed ZeRO-3 (fp32): DeepSpeed is not installed" in said
+    results.cells.append(replace(cell(results, "default", 8), strategy="auto", chosen=["default"]))
+    assert "zeropp's own choice (auto): chose default (8 per step)" in verdicts(results)
     assert any("DeepSpeed qwZ, qgZ: cannot run on CPU" in text for text in said)
 
 

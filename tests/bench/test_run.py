@@ -8,6 +8,7 @@ from zeropp.bench.run import Settings, run_bench
 from zeropp.bench.workload import Workload
 
 SMALL = Workload(layers=2, width=128, batch=1)
+TINY = Workload(layers=1, width=64, batch=1)
 
 
 def test_a_small_benchmark_measures_every_strategy() -> None:
@@ -52,6 +53,15 @@ def test_a_small_benchmark_measures_every_strategy() -> None:
     assert results.losses["wire16"] == results.losses["wire16-accumulate"]  # the same without accumulation
     assert results.losses["fsdp2"][0] == pytest.approx(results.losses["default"][0], rel=0.02)
     assert len(results.other_seed_losses) == 3
+
+
+def test_a_strategy_that_chooses_does_so_before_it_is_measured() -> None:
+    settings = Settings(
+        link="1gbit", micro_batches=(1,), strategies=("auto",), rounds=1, loss_steps=0, workload=TINY
+    )
+    (cell,) = run_bench(settings, lambda what, share: None).cells
+    assert len(cell.chosen) == 1
+    assert len(cell.step_ms) == 4
 
 
 def test_settings_that_make_no_sense_are_named() -> None:

@@ -28,6 +28,17 @@ def test_options_change_what_the_file_says(tmp_path: Path) -> None:
     assert run.zeropp == Config.paper(node_size=2, block_size=256)
 
 
+def test_a_config_that_chooses_itself_takes_no_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(["--preset", "auto", "--batch.size", "3"]).zeropp == "auto"
+    path = tmp_path / "run.toml"
+    path.write_text('[zeropp]\npreset = "auto"\n')
+    assert parse(["--config", str(path)]).zeropp == "auto"
+    assert main(["train", "--preset", "auto", "--zeropp.block-size", "256"]) == 1
+    assert "options --zeropp.* are given with preset 'auto'" in capsys.readouterr().err
+
+
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])

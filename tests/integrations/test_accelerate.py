@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Run:
 
     def __init__(
         self,
-        config: zeropp.Config | None,
+        config: zeropp.Config | Literal["auto"] | None,
         *,
         lora: dict[str, Any] | None = None,
         dtype: torch.dtype = FP32,
@@ -118,6 +118,30 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, name: str, tmp_path: Pa
     for going_on, resumed in ranks.run(_resume, CONFIGS[name], str(tmp_path)):
         assert resumed == going_on
     assert len(list(tmp_path.glob("zeropp-rank*.pt"))) == (4 if name == "four_bit" else 0)
+
+
+def _auto(folder: str) -> tuple[str | None, str | None, float, float]:
+    """What is chosen, in a run and in another one that resumes it; and the last loss, with FSDP2's own."""
+    run, plain = Run("auto", accumulate=2), Run(PLAIN, accumulate=2)
+    assert run.zpp is not None
+    assert run.zpp.search is not None
+    while run.zpp.search.chosen is None:
+        run.step()
+    while plain.batches < run.batches:
+        plain.step()
+    run.accelerator.save_state(folder)
+    other = Run("auto", accumulate=2)
+    other.accelerator.load_state(folder)
+    assert other.zpp is not None
+    assert other.zpp.search is not None
+    return run.zpp.search.chosen, other.zpp.search.chosen, run.step(), plain.step()
+
+
+def test_a_config_that_chooses_itself(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks.run(_auto, str(tmp_path), env={"LOCAL_WORLD_SIZE": "2"})
+    for chosen, resumed, loss, plain in results:
+        assert chosen == resumed == results[0][0] is not None
+        assert loss == pytest.approx(plain, rel=0.01)
 
 
 def _lora(dtype: torch.dtype) -> tuple[list[float], list[float], list[float]]:

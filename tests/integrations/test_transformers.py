@@ -73,6 +73,11 @@ class Sent(TrainerCallback):
                 zpp.ledger.reset()
 
 
+def test_a_model_that_never_steps_cannot_choose() -> None:
+    with pytest.raises(ValueError, match="config is 'auto' with others"):
+        ZeroppCallback("auto", others=[nn.Linear(1, 1)])
+
+
 def sequences(count: int = 64) -> Dataset:
     rows = [
         torch.randint(0, VOCABULARY, (16,), generator=torch.Generator().manual_seed(i)).tolist()

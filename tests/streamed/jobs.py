@@ -69,6 +69,33 @@ def train(
     return Outcome(means, seen.conflicts, seen.synchronizations(folder_of(zeropp)))
 
 
+def search(where: str) -> tuple[list[str], str | None, Outcome, Outcome]:
+    """Let zeropp choose its Config on device `where`: among which, which one, and what the search saw and the
+    steps after it."""
+    zeropp = package("zeropp")
+    net = make_net(device=where, mesh=init_device_mesh(where, (dist.get_world_size(),)))
+    zpp = zeropp.apply(net, "auto")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
+    data = batches()
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, next(data).to(where))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    outcomes = []
+    for is_over in (False, True):
+        losses = []
+        with device.watch() as seen:
+            while (zpp.search.chosen is not None) is is_over and len(losses) < (2 if is_over else 100):
+                losses.append(step())
+        means = [mean_over_ranks(loss.cpu()) for loss in losses]
+        outcomes.append(Outcome(means, seen.conflicts, seen.synchronizations(folder_of(zeropp))))
+    return list(zpp.search.candidates), zpp.search.chosen, *outcomes
+
+
 def gather_on_two_streams(name: str = "zeropp", folder: str | None = None) -> Outcome:
     """Gather one unit on a stream, then on another. Only the node shard is common to both."""
     zeropp = package(name, folder)

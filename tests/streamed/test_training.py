@@ -17,6 +17,7 @@ from .jobs import (
     gather_beside,
     gather_in_a_graph,
     gather_on_two_streams,
+    search,
     train,
     unshard_ahead,
 )
@@ -39,6 +40,19 @@ def test_trains_as_on_cpu(streamed_ranks: Ranks, name: str) -> None:
         assert outcomes[0].losses == pytest.approx(on_cpu[0].losses, rel=1e-3)
     else:
         assert [outcome.losses for outcome in outcomes] == [outcome.losses for outcome in on_cpu]
+
+
+def test_a_config_that_chooses_itself(streamed_ranks: Ranks) -> None:
+    """On streams FSDP2 overlaps by itself. The host waits once in each step of the search, for the clock, and
+    for what the ranks agree on; and for nothing afterwards."""
+    results = streamed_ranks.run(search, device.NAME, env={"LOCAL_WORLD_SIZE": "2"})
+    for candidates, chosen, searching, after in results:
+        assert candidates == ["plain FSDP2", "node shard", "default"]
+        assert chosen == results[0][1] is not None
+        assert searching.conflicts == after.conflicts == []
+        assert len(searching.losses) <= len(searching.synchronizations) <= len(searching.losses) + 4
+        assert after.synchronizations == []
+        assert len(after.losses) == 2
 
 
 def test_a_node_shard_is_used_on_any_stream(streamed_ranks: Ranks) -> None:

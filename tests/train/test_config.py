@@ -34,6 +34,7 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
 
 def test_presets_and_their_changes() -> None:
     assert read_run({"zeropp": {"preset": "wire16"}}).zeropp == Config.wire16()
+    assert read_run({"zeropp": {"preset": "auto"}}).zeropp == read_run({}, "auto").zeropp == "auto"
     assert read_run({"zeropp": {"preset": "off", "node_size": 2}}).zeropp == Config.off(node_size=2)
     assert read_run({"zeropp": {"preset": "off", "node_size": 2}}, "paper").zeropp == Config.paper(
         node_size=2
@@ -50,6 +51,10 @@ def test_presets_and_their_changes() -> None:
         (
             {"optimizer": {"betas": [0.9, 1.5]}},
             r"optimizer\.betas is \(0\.9, 1\.5\); expected two from 0 to 1",
+        ),
+        (
+            {"zeropp": {"preset": "auto", "node_size": 2}},
+            r"zeropp\.node_size is given with preset 'auto', which chooses a Config by itself",
         ),
         ({"batch": {"size": 0}}, r"batch\.size is 0; expected a positive number"),
         ({"batch": {"sync": "never"}}, r"batch\.sync is 'never'; expected 'step' or 'micro-batch'"),

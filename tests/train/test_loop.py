@@ -13,7 +13,7 @@ from tests.ranks import Ranks
 from tests.train.runs import small_run, train_here
 from zeropp import Config
 from zeropp.train.checkpoint import steps_in
-from zeropp.train.config import Run
+from zeropp.train.config import CheckpointConfig, Run
 from zeropp.train.loop import ResumeError
 from zeropp.train.metrics import FILE_NAME, Metrics
 from zeropp.train.run_events import Listener, StepRecord, Summary
@@ -66,6 +66,28 @@ def test_a_signal_to_one_rank_saves_and_resuming_changes_no_bit(
     assert losses(parts) == losses(whole)
     assert validation_losses(parts) == validation_losses(whole)
     assert [start.first_step for start in Metrics(parts.folder / FILE_NAME).starts] == [1, 7]
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def notes_of(run: Run) -> list[str]:
+    notes = Notes()
+    train_here(run, notes)
+    return [text for text in notes.texts if text.startswith("auto ")]
+
+
+def test_a_config_that_was_chosen_stays_when_a_run_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    run = small_run(tmp_path, zeropp="auto", steps=40, checkpoint=CheckpointConfig(every=0))
+    (begins, chosen), *_ = ranks.run(notes_of, run, world=2)
+    assert begins.startswith("auto tries plain FSDP2, ")
+    assert chosen.startswith("auto has chosen ")
+    assert ranks.run(notes_of, replace(run, steps=42), world=2)[0] == [chosen]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:

@@ -48,6 +48,18 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Choose:
+    """Take steps until zeropp has chosen a Config, of a strategy that leaves it to it. Answer: `Chosen`."""
+
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class Chosen:
+    name: str
+
+
+@dataclass(frozen=True)
 class ReadMemory:
     """Say how much memory the model has taken since it was built. Answer: `Memory`."""
 
@@ -81,5 +93,5 @@ class Failure:
     traceback: str
 
 
-Request = Build | TakeSteps | ReadMemory | ProfileStep
-Answer = Built | Steps | Memory | ProfiledStep
+Request = Build | TakeSteps | Choose | ReadMemory | ProfileStep
+Answer = Built | Steps | Chosen | Memory | ProfiledStep

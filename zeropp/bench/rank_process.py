@@ -29,6 +29,8 @@ from .messages import (
     Answer,
     Build,
     Built,
+    Choose,
+    Chosen,
     Failure,
     Memory,
     ProfiledStep,
@@ -39,7 +41,7 @@ from .messages import (
     TakeSteps,
 )
 from .profile import split_step
-from .training import Training, start_training
+from .training import FsdpTraining, Training, start_training
 
 STORE_PORT = 29400
 TIMEOUT = timedelta(seconds=600)
@@ -63,6 +65,8 @@ class RankProcess:
                 return self._build(request)
             case TakeSteps():
                 return self._take_steps(request)
+            case Choose():
+                return self._choose(request)
             case ReadMemory():
                 return self._read_memory()
             case ProfileStep():
@@ -108,6 +112,11 @@ class RankProcess:
         ledger_now = training.ledger_bytes()
         counted = None if ledger_now is None or ledger_before is None else ledger_now - ledger_before
         return Steps(seconds, losses, tx_bytes - tx_before, rx_bytes - rx_before, counted, cpu_seconds)
+
+    def _choose(self, request: Choose) -> Chosen:
+        training = self._training()
+        assert isinstance(training, FsdpTraining)
+        return Chosen(training.choose(request.micro_batches))
 
     def _profile_step(self, request: ProfileStep) -> ProfiledStep:
         dist.barrier()

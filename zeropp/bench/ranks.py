@@ -14,6 +14,8 @@ from .messages import (
     Answer,
     Build,
     Built,
+    Choose,
+    Chosen,
     Failure,
     Memory,
     ProfiledStep,
@@ -73,6 +75,9 @@ class Ranks:
 
     def take_steps(self, count: int, micro_batches: int) -> list[Steps]:
         return self._ask(TakeSteps(count, micro_batches), Steps)
+
+    def choose(self, micro_batches: int) -> list[Chosen]:
+        return self._ask(Choose(micro_batches), Chosen)
 
     def read_memory(self) -> list[Memory]:
         return self._ask(ReadMemory(), Memory)

@@ -37,6 +37,8 @@ class Cell:
     """What of the peak is weights, gradients and optimizer state, at rest."""
     communication_bytes: int = 0
     """What of the peak is node shards and buffers of zeropp."""
+    chosen: list[str] = field(default_factory=list)
+    """What a strategy that chooses its Config by itself has chosen, in each round."""
 
     @property
     def median_ms(self) -> float:
@@ -190,6 +192,9 @@ def verdicts(results: Results) -> list[str]:
             f"loss: our default's differs from the baseline's by {default - baseline:+.4f}; another seed "
             f"makes a difference of {noise:.4f}"
         )
+    for cell in (cell for cell in results.cells if cell.chosen):
+        said = f"chose {', '.join(cell.chosen)} ({cell.micro_batches} per step)"
+        sentences.append(f"{titles[cell.strategy]}: {said}")
     not_run = {titles[name]: why for name, why in results.failed.items()} | NOT_RUN
     sentences += [f"not run: {what}: {why}" for what, why in not_run.items()]
     return sentences

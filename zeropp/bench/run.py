@@ -4,9 +4,9 @@
 1. Calibrate: compute and baseline, at one micro-batch, until the link rate gives the wanted share.
 2. Learn: every strategy trains for a while with open links, for its loss; nothing is timed.
 3. Rounds: for each number of micro-batches, for each strategy: build the model anew, warm up with open
-   links, shape the links, measure some steps. Strategies take turns, so what the machine does meanwhile
-   hits all of them. Compute alone takes its turn after every few strategies. The first round also reads
-   memory, the last also profiles one step.
+   links, shape the links, let zeropp choose a Config where the strategy leaves it to it, measure some steps.
+   Strategies take turns, so what the machine does meanwhile hits all of them. Compute alone takes its turn
+   after every few strategies. The first round also reads memory, the last also profiles one step.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ WARM_UP_MICRO_BATCHES = 2
 STEPS_OF_A_CELL = 4
 """How many are measured at one micro-batch; fewer with more of them, but one at least."""
 STRATEGIES_BETWEEN_COMPUTE = 6
+STEPS_OF_A_CHOICE = 30
+"""How many `apply(model, "auto")` takes to choose, roughly."""
 
 OnProgress = Callable[[str, float], None]
 """Called with what happens now and the share of the work that is done."""
@@ -185,6 +187,7 @@ class _Bench:
 
     def _measure(self, strategy: Strategy, micro_batches: int, number: int) -> None:
         self._build(strategy, self._link(), micro_batches)
+        chosen = self.ranks.choose(micro_batches)[0].name if strategy.is_auto else None
         count = _fewer(STEPS_OF_A_CELL, micro_batches)
         runs = self.ranks.take_steps(count, micro_batches)
         step_ms = [1e3 * max(run.seconds[step] for run in runs) for step in range(count)]
@@ -196,6 +199,7 @@ class _Bench:
             cell = Cell(strategy.name, micro_batches)
             self.results.cells.append(cell)
         cell.step_ms += step_ms
+        cell.chosen += [] if chosen is None else [chosen]
         leaders = runs[:: self.settings.ranks_per_node]
         cell.sent_bytes = sum(run.tx_bytes for run in leaders) / len(leaders) / count
         cell.busiest_bytes = max(max(run.tx_bytes, run.rx_bytes) for run in leaders) / count
@@ -263,7 +267,8 @@ class _Bench:
         baseline's takes 3."""
         slowness = {COMPUTE.name: 1, "fsdp2": 6, BASELINE: 3}.get(strategy.name, 2)
         measured = slowness * micro_batches * _fewer(STEPS_OF_A_CELL, micro_batches)
-        return 3 + WARM_UP_MICRO_BATCHES + measured
+        chooses = 3 * STEPS_OF_A_CHOICE * micro_batches if strategy.is_auto else 0
+        return 3 + WARM_UP_MICRO_BATCHES + chooses + measured
 
     def _advance(self, what: str, work: float) -> None:
         self._done += work

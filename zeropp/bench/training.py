@@ -42,8 +42,8 @@ class FsdpTraining:
         self._parameters = parameter_count(self.model)
         shard_blocks(self.model, self.model.blocks, **strategy.sharding_options(ranks_per_node))
         self.zpp: ZeroPP | None = None
-        if strategy.config is not None:
-            self.zpp = apply(self.model, strategy.config)
+        if strategy.config is not None or strategy.is_auto:
+            self.zpp = apply(self.model, "auto" if strategy.is_auto else strategy.config)
         if strategy.engine == "compute":
             _send_nothing(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.learning_rate)
@@ -63,6 +63,14 @@ class FsdpTraining:
         if self.strategy.engine == "compute":
             dist.barrier()  # or ranks drift apart, and those behind get the cores of those that are done
         return total.item()
+
+    def choose(self, micro_batches: int) -> str:
+        """Take steps until zeropp has chosen a Config, of a strategy that leaves it to it: which one."""
+        search = None if self.zpp is None else self.zpp.search
+        assert search is not None
+        while search.chosen is None:  # all ranks choose after the same step
+            self.step(micro_batches)
+        return search.chosen
 
     def parameters(self) -> int:
         return self._parameters

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import tyro
 from rich.console import Console
 
-from ..train.config import PRESETS, Preset, Run, read_run, read_toml
+from .. import Config
+from ..train.config import Preset, Run, read_run, read_toml
 from ..train.loop import train
 from ..train.metrics import MetricsFile
 from ..train.progress import make_progress
@@ -32,7 +33,8 @@ class Options:
     config: Path | None = None
     """A TOML file; options change what it says."""
     preset: Preset | None = None
-    """What zeropp sends, instead of the preset in the file; the options --zeropp.* change it."""
+    """What zeropp sends, instead of the preset in the file; the options --zeropp.* change it. "auto" tries
+    some in the first steps, and keeps the fastest."""
     run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=Run)
 
 
@@ -58,11 +60,18 @@ def parse(arguments: list[str]) -> Run:
     """The run that a command line describes."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
-    first.add_argument("--preset", choices=tuple(PRESETS))
+    first.add_argument("--preset", choices=get_args(Preset))
     found, _ = first.parse_known_args(arguments)
     run = read_run({}, found.preset) if found.config is None else read_toml(found.config, found.preset)
-    default = Options(found.config, found.preset, run)
-    return tyro.cli(Options, args=arguments, prog="zeropp train", default=default).run
+    is_auto = run.zeropp == "auto"
+    default = Options(found.config, found.preset, replace(run, zeropp=Config()) if is_auto else run)
+    run = tyro.cli(Options, args=arguments, prog="zeropp train", default=default).run
+    if is_auto and run.zeropp != Config():
+        raise ValueError(
+            "options --zeropp.* are given with preset 'auto', which chooses a Config by itself; choose "
+            "another preset, or leave them out"
+        )
+    return replace(run, zeropp="auto") if is_auto else run
 
 
 def _listeners(run: Run) -> list[Listener]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from torch import nn
@@ -16,7 +16,7 @@ from .state_files import load_state, save_state
 def attach(
     accelerator: Accelerator,
     model: nn.Module,
-    config: Config | None = None,
+    config: Config | Literal["auto"] | None = None,
     *,
     overrides: Mapping[str, Config] | None = None,
 ) -> ZeroPP:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
@@ -28,7 +28,10 @@ class ZeroppCallback(Callback):
     """
 
     def __init__(
-        self, config: Config | None = None, *, overrides: Mapping[str, Config] | None = None
+        self,
+        config: Config | Literal["auto"] | None = None,
+        *,
+        overrides: Mapping[str, Config] | None = None,
     ) -> None:
         self.zpp: ZeroPP | None = None
         """zeropp on the model, once it is set up."""
@@ -50,13 +53,16 @@ class ZeroppCallback(Callback):
         if self.zpp is not None and self.zpp.has_history:
             logger.warning(
                 "zeropp: Lightning's checkpoint has no place for what every rank keeps, so a resumed run "
-                "sends its weights anew, and kept errors start at zero; save zpp.state_dict() on every rank "
-                "beside it"
+                "sends its weights anew, kept errors start at zero, and 'auto' searches again; save "
+                "zpp.state_dict() on every rank beside it"
             )
 
 
 def parallelize(
-    function: Parallelize, config: Config | None = None, *, overrides: Mapping[str, Config] | None = None
+    function: Parallelize,
+    config: Config | Literal["auto"] | None = None,
+    *,
+    overrides: Mapping[str, Config] | None = None,
 ) -> Parallelize:
     """`function`, and then zeropp: for Fabric's `ModelParallelStrategy(parallelize_fn=...)`.
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("zeropp")
 
 def with_zeropp(
     trainer_config: Trainer.Config,
-    config: Config | None = None,
+    config: Config | Literal["auto"] | None = None,
     *,
     overrides: Mapping[str, Config] | None = None,
 ) -> Trainer.Config:
@@ -50,7 +50,7 @@ def with_zeropp(
     @dataclass(kw_only=True)
     class WithZeropp(parent):  # type: ignore[misc]
         # Suppressed: torchtitan wants no new flags, and a Config is written where the model is chosen.
-        zeropp: Annotated[Config, tyro.conf.Suppress]
+        zeropp: Annotated[Config | Literal["auto"], tyro.conf.Suppress]
 
         def build(self, **kwargs: Any) -> Any:
             if not self.training.disable_cuda_graphs:
@@ -68,7 +68,10 @@ def with_zeropp(
 
 
 def attach(
-    trainer: Trainer, config: Config | None = None, *, overrides: Mapping[str, Config] | None = None
+    trainer: Trainer,
+    config: Config | Literal["auto"] | None = None,
+    *,
+    overrides: Mapping[str, Config] | None = None,
 ) -> ZeroPP:
     """zeropp on a trainer of torchtitan that has not begun to train; call it on every rank.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
@@ -34,7 +34,7 @@ class ZeroppCallback(TrainerCallback):
         trainer = Trainer(model, args, callbacks=[ZeroppCallback(zeropp.Config())], ...)
 
     Args:
-        config: what to send; the default is `zeropp.Config()`.
+        config: what to send, or "auto"; the default is `zeropp.Config()`.
         overrides: other Configs for some units, as in `zeropp.apply`.
         others: further models that FSDP2 shards, like the reference of DPO (`trainer.ref_model`, so add the
             callback with `trainer.add_callback`). With TRL's `sync_ref_model` their weights are sent anew
@@ -43,11 +43,16 @@ class ZeroppCallback(TrainerCallback):
 
     def __init__(
         self,
-        config: Config | None = None,
+        config: Config | Literal["auto"] | None = None,
         *,
         overrides: Mapping[str, Config] | None = None,
         others: Sequence[nn.Module] = (),
     ) -> None:
+        if config == "auto" and others:
+            raise ValueError(
+                "config is 'auto' with others, whose weights no optimizer changes: there are no steps in "
+                "which a Config could be tried; give a zeropp.Config"
+            )
         self.zpp: ZeroPP | None = None
         """zeropp on the trainer's model, once training has begun, ..."""
         self.others: list[ZeroPP] = []

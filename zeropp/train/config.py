@@ -11,14 +11,16 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
 
 from .. import Config
 from ..models.loading import ModelConfig
 from .data import DataConfig
 from .read_config import read
 
-Preset = Literal["default", "four_bit", "paper", "wire16", "off"]
+Preset = Literal["default", "four_bit", "paper", "wire16", "off", "auto"]
 PRESETS: dict[str, Callable[..., Config]] = {
     "default": Config,
     "four_bit": Config.four_bit,
@@ -26,6 +28,7 @@ PRESETS: dict[str, Callable[..., Config]] = {
     "wire16": Config.wire16,
     "off": Config.off,
 }
+"""All but "auto", which no key can change."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,8 @@ class Run:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    zeropp: Config = field(default_factory=Config)
-    """What zeropp sends."""
+    zeropp: Annotated[Config | Literal["auto"], tyro.conf.AvoidSubcommands] = field(default_factory=Config)
+    """What zeropp sends; "auto": what it finds to be fastest in the first steps."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -190,6 +193,13 @@ weight_decay, clip_norm
     changes = dict(zeropp)
     name = preset or changes.pop("preset", "default")
     changes.pop("preset", None)
+    if name == "auto":
+        if changes:
+            raise ValueError(
+                f"zeropp.{next(iter(changes))} is given with preset 'auto', which chooses a Config by "
+                "itself; choose another preset, or leave the key out"
+            )
+        return read(Run, table | {"zeropp": name})
     if name not in PRESETS:
         raise ValueError(f"zeropp.preset is {name!r}; expected one of {', '.join(get_args(Preset))}")
     known = [f.name for f in fields(Config)]

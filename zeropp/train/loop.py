@@ -53,6 +53,10 @@ class _Loop:
         if checkpoint is not None and state is not None:
             notes += self._load(checkpoint, state)
             notes = [f"goes on after step {state['step']} from {checkpoint}", *notes]
+        self.search = self.trainer.zpp.search
+        self.has_chosen = self.search is None or self.search.chosen is not None
+        if self.search is not None:
+            notes.append(self.search.describe())
         self.first_step = self.trainer.steps_done + 1
         self.peak_flops, note = peak_flops(run.logging.peak_tflops, world.device)
         for listener in listeners:
@@ -109,6 +113,9 @@ class _Loop:
             used,
         )
         self._tell("on_step", record)
+        if self.search is not None and self.search.chosen is not None and not self.has_chosen:
+            self.has_chosen = True
+            self._tell("on_note", self.search.describe())
         return result.stop_requested
 
     def _evaluate(self) -> None:
