@@ -1,6 +1,6 @@
 // Collectives on the device: gloo moves the bytes, on a stream of the group's own, as NCCL would. What arrives
 // is in place when somebody has waited for it, and not before. And what Python sees of the device.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 

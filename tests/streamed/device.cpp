@@ -1,8 +1,9 @@
 // Torch's PrivateUse1 device on top of machine.h: guard, hooks, and operators that run CPU kernels on the same
 // memory. What a GPU would block the host for is reported as a synchronization.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/_local_scalar_dense.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 

@@ -1,6 +1,6 @@
 #include "machine.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <cstdlib>
