@@ -392,7 +392,7 @@ def _refused() -> list[str]:
     trainer = Trainer(None)
     messages = []
     for arguments in ({"config": "nonsense"}, {"config": "auto", "overrides": {"blocks.*": zeropp.Config()}}):
-        with pytest.raises(ValueError, match="config") as error:
+        with pytest.raises((TypeError, ValueError)) as error:
             zeropp.apply(trainer.net, **arguments)  # type: ignore[arg-type]
         messages.append(str(error.value))
     zpp = zeropp.apply(trainer.net, "auto")
