@@ -122,8 +122,13 @@ def choose_strategies(options: Options) -> dict[str, Config]:
     """By name; the nodes are the same for all."""
     known = STRATEGIES | (OF_MICRO_BATCHES if options.micro_batches > 1 else {})
     if options.extra is not None:
-        tables = tomllib.loads(options.extra.read_text())
-        known |= {name: read_run({"zeropp": table}).zeropp for name, table in tables.items()}
+        for name, table in tomllib.loads(options.extra.read_text()).items():
+            config = read_run({"zeropp": table}).zeropp
+            if not isinstance(config, Config):
+                raise ValueError(
+                    f"{name} in {options.extra} has preset {config!r}; expected one Config to study"
+                )
+            known[name] = config
     if unknown := [name for name in options.strategies if name not in known]:
         raise ValueError(f"strategies has {unknown[0]!r}; expected some of {', '.join(known)}")
     chosen = options.strategies or tuple(known)

@@ -57,7 +57,7 @@ def _bad_inputs() -> dict[str, str]:
 def test_bad_input_is_named_and_nothing_is_applied(ranks: Ranks) -> None:
     for errors in ranks.run(_bad_inputs):
         assert "ValueError: Linear has no parameters sharded by FSDP2; call" in errors["unsharded"]
-        assert errors["no config"] == "TypeError: config is 'int8'; expected a zeropp.Config"
+        assert errors["no config"] == "TypeError: config is 'int8'; expected a zeropp.Config or 'auto'"
         assert errors["no override"] == "TypeError: overrides['head'] is 'int8'; expected a zeropp.Config"
         assert "Config.node_size is 3, which does not divide the 4 ranks" in errors["undividing"]
         assert "match no unit: ['layers.*']; the units are ['(root)', 'blocks.0'" in errors["unmatched"]

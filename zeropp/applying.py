@@ -74,14 +74,14 @@ def apply(
 
 def _check(config: Config | str | None, overrides: Mapping[str, Config]) -> None:
     """Raise unless it is something that can be applied."""
-    if isinstance(config, str) and config != "auto":
-        raise ValueError(f"config is {config!r}; expected a zeropp.Config or 'auto'")
+    if not (config is None or config == "auto" or isinstance(config, Config)):
+        raise TypeError(f"config is {config!r}; expected a zeropp.Config or 'auto'")
     if config == "auto" and overrides:
         raise ValueError(
             f"overrides has {sorted(overrides)} with config='auto', which tries plain FSDP2 and others "
             "on the whole model; give a zeropp.Config, or no overrides"
         )
-    check_configs(Config() if config is None or isinstance(config, str) else config, overrides)
+    check_configs(config if isinstance(config, Config) else Config(), overrides)
 
 
 def _is_same(previous: ZeroPP, config: Config | str | None, overrides: Mapping[str, Config]) -> bool:

@@ -87,7 +87,7 @@ def search(where: str) -> tuple[list[str], str | None, Outcome, Outcome]:
 
     outcomes = []
     for is_over in (False, True):
-        losses = []
+        losses: list[Tensor] = []
         with device.watch() as seen:
             while (zpp.search.chosen is not None) is is_over and len(losses) < (2 if is_over else 100):
                 losses.append(step())

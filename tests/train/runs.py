@@ -44,6 +44,7 @@ def train_here(run: Run, *listeners: Listener) -> Summary:
 
 def command_line(run: Run) -> list[str]:
     """The same run for `zeropp train`."""
+    assert isinstance(run.zeropp, Config)
     return [
         *("--folder", str(run.folder), "--steps", str(run.steps), "--data.source", run.data.source),
         *("--timeout-seconds", str(run.timeout_seconds), "--model.precision", "fp32"),
