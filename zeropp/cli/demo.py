@@ -6,13 +6,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..output_files import make_folder
 from ..report.compare import loss_curves, read_runs
+from ..report.page import check_page
 from ..train.demo import RUNS, find_place, run_demo
 from . import compare
+from .options import read_options
 
 
 @dataclass
@@ -29,9 +31,11 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    options = tyro.cli(Options, args=arguments, prog="zeropp demo")
+    options = read_options(Options, arguments, "demo")
     if options.steps < 1:
         raise ValueError(f"steps is {options.steps}; expected a positive number")
+    make_folder(options.folder)
+    check_page(options.folder / "report.html")
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("left"))
     with (

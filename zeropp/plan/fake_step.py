@@ -31,7 +31,7 @@ from .. import Config, apply
 from ..models.sharding import shard_blocks
 from ..strategies import Strategy
 from .memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
-from .models import PlanError, are_alike, find_blocks, loss_of
+from .models import Model, PlanError, are_alike, find_blocks, loss_of, raised_by_user
 from .repeat_layers import Part
 from .scenario import Scenario
 from .step_recorder import RecordedComm, StepRecorder
@@ -68,7 +68,7 @@ def record_step(scenario: Scenario, strategy: Strategy, layers: int | None = Non
     try:
         mesh = init_device_mesh("cpu", (scenario.world_size,))  # outside the mode: a mesh has content
         options = {"mesh": mesh} | strategy.sharding_options(scenario.ranks_per_node)
-        with _explained(scenario.model.name), FakeTensorMode(allow_non_fake_inputs=True):
+        with _explained(scenario.model), FakeTensorMode(allow_non_fake_inputs=True):
             return _FakeStep(scenario, strategy, options, layers).run()
     finally:
         dist.destroy_process_group()
@@ -176,13 +176,18 @@ def _shard(model: nn.Module, blocks: nn.ModuleList, scenario: Scenario, options:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn what fake tensors cannot do into an error that says what to change."""
+def _explained(model: Model) -> Iterator[None]:
+    """Turn what fake tensors cannot do, and what goes wrong in a user's model, into an error that says what
+    to change."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise PlanError(
-            f"the model {name!r} decides something by the content of a tensor ({error}), and in a dry run "
+            f"the model {model.name!r} decides something by the content of a tensor ({error}), and in a dry run "
             "tensors have none; look for .item(), bool(tensor), nonzero() or a mask as an index on its way, "
             "and replace it, or plan for a model of the same size without it"
         ) from error
+    except Exception as error:
+        if not model.is_users:
+            raise
+        raise raised_by_user(model.name, error) from error

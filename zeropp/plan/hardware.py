@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..output_files import write_file
 from .trace import Compute, TracedHop
 
 CODEC_BYTES = {"none": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
@@ -157,7 +158,7 @@ class Hardware:
         return elements * (CODEC_BYTES[codec] + WIDE_BYTES) / (self.memory_gbyte_s * 1e9)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_file(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Hardware:

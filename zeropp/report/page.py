@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
+
+from ..output_files import check_file
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; }
@@ -50,6 +53,12 @@ class Figures:
             full_html=False, include_plotlyjs=self._count == 1, div_id=f"figure-{self._count}"
         )
         return text
+
+
+def check_page(path: Path) -> None:
+    """Raise unless a page can be made, and written there."""
+    check_file(path)
+    graph_objects()
 
 
 def graph_objects() -> Any:

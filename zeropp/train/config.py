@@ -18,14 +18,15 @@ from ..models.loading import ModelConfig
 from .data import DataConfig
 from .read_config import read
 
-Preset = Literal["default", "four_bit", "paper", "wire16", "off"]
+Preset = Literal["default", "four-bit", "paper", "wire16", "fsdp2"]
 PRESETS: dict[str, Callable[..., Config]] = {
     "default": Config,
-    "four_bit": Config.four_bit,
+    "four-bit": Config.four_bit,
     "paper": Config.paper,
     "wire16": Config.wire16,
-    "off": Config.off,
+    "fsdp2": Config.off,
 }
+"""By the names of strategies.py."""
 
 
 @dataclass(frozen=True)

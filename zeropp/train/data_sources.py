@@ -83,7 +83,14 @@ class DatasetRows:
         import pyarrow.compute as arrow  # type: ignore[import-untyped]
         from datasets import Dataset, load_from_disk  # type: ignore[import-untyped]
 
-        dataset = load_from_disk(folder)
+        try:
+            dataset = load_from_disk(folder)
+        except Exception as error:  # of files that may hold anything
+            said, _, _ = str(error).strip().partition("\n")
+            raise ValueError(
+                f"'hf:{folder}' cannot be read ({said}); expected a folder that a dataset was saved to with "
+                "save_to_disk"
+            ) from error
         if not isinstance(dataset, Dataset):
             raise ValueError(
                 f"'hf:{folder}' holds the splits {', '.join(dataset)}; name the folder of one, such as "
