@@ -213,10 +213,10 @@ def test_the_log_says_what_each_unit_sends(ranks: Ranks) -> None:
     first, *others = ranks.run(_log_records)
     assert (
         "INFO",
-        "zeropp: unit blocks.0, 2 nodes x 2 ranks: weights int8 across -> int8 in-node, "
-        "gradients int8 in-node -> int4 across, rotated. ",
+        "zeropp: 3 units, (root), blocks.0, blocks.1: 2 nodes x 2 ranks: weights int8 across -> int8 "
+        "in-node, gradients int8 in-node -> int4 across, rotated.",
     ) in first
-    assert [level for level, _ in first] == ["INFO"] * 6
+    assert [level for level, _ in first] == ["INFO"] * 2
     assert others == [[], [], []]
 
 

@@ -91,11 +91,11 @@ def _log(zpp: ZeroPP) -> None:
             became = "{nodes}: weights {weights}, gradients {gradients}. {notes}".format(**row).rstrip()
         alike.setdefault((level, became), []).append(row["unit"])
     for (level, became), names in alike.items():
-        logger.log(level, "zeropp: %s (%s), %s", count(len(names), "unit"), some(names), became)
+        logger.log(level, "zeropp: %s, %s: %s", count(len(names), "unit"), some(names), became)
     if dist.get_rank() == 0 and _has_nothing_to_shrink(zpp):
         logger.warning(
-            "zeropp: all ranks are on one node: nothing crosses nodes, which is what zeropp makes smaller. If "
-            "that is not so, say how many ranks a node has: Config(node_size=...)"
+            "zeropp: all ranks are on one node: nothing crosses nodes, which is what zeropp makes smaller. "
+            "If that is not so, say how many ranks a node has: Config(node_size=...)"
         )
 
 

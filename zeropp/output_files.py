@@ -1,4 +1,4 @@
-"""Files and folders that a command writes: checked before its work begins, and replaced whole or not at all."""
+"""Files and folders that a command writes: checked before its work, and replaced whole or not at all."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ from zeropp.train.metrics import FILE_NAME, Metrics
 
 def test_options_change_what_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('steps = 7\n[zeropp]\npreset = "off"\nnode_size = 2\n[optimizer]\nlearning_rate = 0.5\n')
+    path.write_text(
+        'steps = 7\n[zeropp]\npreset = "fsdp2"\nnode_size = 2\n[optimizer]\nlearning_rate = 0.5\n'
+    )
     run = parse(["--config", str(path), "--optimizer.learning-rate", "1e-3", "--batch.size", "3"])
     assert (run.steps, run.optimizer.learning_rate, run.batch.size) == (7, 1e-3, 3)
     assert run.zeropp == Config.off(node_size=2)

@@ -55,7 +55,7 @@ def test_the_picture_has_a_bar_for_every_operation() -> None:
 def test_the_numbers_as_json(tmp_path: Path) -> None:
     sample_plan().save(tmp_path / "plan.json")
     numbers = json.loads((tmp_path / "plan.json").read_text())
-    assert [option["row"] for option in numbers["options"]] == ["default", "fsdp2"]
+    assert [option["strategy"] for option in numbers["options"]] == ["default", "fsdp2"]
     assert numbers["options"][1]["across_bytes"] == 12 * (1 << 26) // 8
     assert numbers["hardware"]["link_gbit_s"] == 100.0
     assert len(numbers["sweep"]) == 8

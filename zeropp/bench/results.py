@@ -144,9 +144,7 @@ class Results:
         if share is None:
             return ""
         if share <= 0:  # steps that send nothing took longer than those that send
-            return (
-                ": how much of the baseline's step is communication is lost in noise; more --rounds may tell"
-            )
+            return ": the baseline's communication is lost in noise; more --rounds may find it"
         return f": {share:.0%} of the baseline's step is communication"
 
     def save(self, path: Path) -> None:

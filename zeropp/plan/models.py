@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -164,14 +163,9 @@ def _from_function(spec: str) -> Model:
 
 def raised_by_user(spec: str, error: Exception) -> Exception:
     """An error in code of the user's, in one line; the error itself if no such code had a part in it."""
-    ours = (
-        str(Path(__file__).parents[1]),
-        str(Path(torch.__file__).parent),
-        str(Path(importlib.__file__).parent),
-    )
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    theirs = [frame for frame in frames if not frame.filename.startswith("<")]
-    place = f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else ""
+    others = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     if isinstance(error, SyntaxError):
         place = f"{error.filename}, line {error.lineno}"
     if isinstance(error, PlanError) or not place:

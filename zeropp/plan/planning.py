@@ -46,7 +46,7 @@ def make_plan(
     @cache
     def trace_of(scenario: Scenario, strategy: Strategy) -> Trace:
         place = f"{count(scenario.nodes, 'node')} x {count(scenario.ranks_per_node, 'rank')}"
-        on_progress(f"dry run: {strategy.title}, {place}, {scenario.micro_batch} sequences at a time")
+        on_progress(f"dry run: {strategy.title}, {place}")
         return dry_run(scenario, strategy, full=full)
 
     def larger_batch(strategy: Strategy, times: int) -> Trace:

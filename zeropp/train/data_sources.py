@@ -59,7 +59,10 @@ class TokenFiles:
         self._files = files
         self._open = lru_cache(OPEN_FILES)(lambda index: np.load(self._files[index], mmap_mode="r"))
         for index, file in enumerate(files):
-            tokens = self._open(index)  # np.load refuses pickled objects
+            try:
+                tokens = self._open(index)  # np.load refuses pickled objects
+            except (OSError, ValueError, EOFError):
+                raise ValueError(f"{file} cannot be read; expected token ids that np.save wrote") from None
             if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
                 raise ValueError(
                     f"{file} holds {tokens.dtype} of shape {tokens.shape}; expected token ids: integers in "

@@ -83,6 +83,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         texts = path.read_text().splitlines(keepends=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); expected a metrics.jsonl") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} cannot be read ({error}); expected a metrics.jsonl") from None
     lines = []
     for number, text in enumerate(texts, 1):
         if not text.endswith("\n"):
