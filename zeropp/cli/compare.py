@@ -39,15 +39,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def show(paths: tuple[Path, ...], html: Path) -> None:
-    """Print the table and write the page."""
-    check_page(html)
+def show(paths: tuple[Path, ...], html: Path | None) -> None:
+    """Print the table, and write the page if it is wanted."""
+    if html is not None:
+        check_page(html)
     runs = read_runs(list(paths))
-    write_file(html, render_compare(runs))
+    if html is not None:
+        write_file(html, render_compare(runs))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
     console.print(compare_table(runs))
     for sentence in differences(runs):
         console.print(f"- {sentence}", markup=False)
-    console.print(f"report: {html}", markup=False)
+    if html is not None:
+        console.print(f"report: {html}", markup=False)

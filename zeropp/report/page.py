@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ class Figures:
             full_html=False, include_plotlyjs=self._count == 1, div_id=f"figure-{self._count}"
         )
         return text
+
+
+def can_plot() -> bool:
+    """Whether plotly is there; a demonstration does without."""
+    return find_spec("plotly") is not None
 
 
 def check_page(path: Path) -> None:
