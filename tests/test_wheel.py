@@ -52,12 +52,9 @@ def link_packages(site: Path, names: list[str]) -> None:
     for name in names:
         needed(name, found)
     for package in found.values():
-        for top in {
-            file.parts[0] for file in package.files or [] if file.parts[0] not in ("..", "__pycache__")
-        }:
-            link = site / top
-            if not link.exists():
-                link.symlink_to(Path(str(package.locate_file(top))))
+        for top in {file.parts[0] for file in package.files or []} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(str(package.locate_file(top)))
 
 
 @pytest.fixture(scope="module")

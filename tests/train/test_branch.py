@@ -17,9 +17,7 @@ def steps_of(folder: Path) -> list[int]:
     return [record.step for record in Metrics(folder / FILE_NAME).steps]
 
 
-def test_an_older_checkpoint_begins_a_branch_and_the_newer_ones_are_kept(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_newer_checkpoints_than_the_one_resumed_are_kept_apart(ranks: Ranks, tmp_path: Path) -> None:
     run = small_run(tmp_path, checkpoint=CheckpointConfig(every=2, keep=3))
     ranks.run(train_here, run, world=2)
     checkpoints, branch = tmp_path / "checkpoints", tmp_path / "branch-1"
