@@ -30,7 +30,7 @@ from .config import Config
 from .kept import Kept
 from .no_sync import on_gradient_sync
 from .optimizer_steps import OptimizerSteps
-from .unit_comms import Shared, UnitComms, check_configs, choose_configs, decide_comms
+from .unit_comms import Shared, UnitComms, check_configs, choose_configs, decide_comms, load_states
 from .zero_grad import listen
 
 logger = logging.getLogger("zeropp")
@@ -179,11 +179,7 @@ class ZeroPP:
                 "%d: %s). The weights are sent anew, and kept errors start at zero",
                 *(sorted(missing), rank, why),
             )
-        usable: Mapping[str, Any] = {} if missing or state is None else state["units"]
-        for name, (gather, reduce) in installed.items():
-            unit = usable.get(name, {"weights": {}, "gradients": {"calls": 0, "feedback": {}}})
-            gather.load_state_dict(unit["weights"])
-            reduce.load_state_dict(unit["gradients"])
+        load_states(installed, {} if missing or state is None else state["units"])
         return not missing
 
     def _why_not(self, state: Mapping[str, Any] | None) -> str | None:

@@ -3,13 +3,15 @@ it alone."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch, Wire
 from .config import Config
@@ -18,7 +20,10 @@ from .kept import Kept
 from .overlap import Overlap, UnitOverlap, can_overlap
 from .quant import QUANTIZABLE_DTYPES
 from .topology import Hop, Topology
+from .wording import some
 from .zero_grad import GradientWatch
+
+logger = logging.getLogger("zeropp")
 
 
 class CommPair(NamedTuple):
@@ -272,6 +277,21 @@ def decide_comms(unit: Unit, config: Config, shared: Shared) -> UnitComms:
     if comms.separates_reductions:
         comms.notes.append("gradients in process groups of their own")
     return comms
+
+
+def load_states(pairs: Mapping[str, tuple[AllGather, ReduceScatter]], saved: Mapping[str, Any]) -> None:
+    """Give every unit its part of what was saved; one without starts anew."""
+    unused: list[str] = []
+    for name, (weights, gradients) in pairs.items():
+        state = saved.get(name, {"weights": {}, "gradients": {"calls": 0, "feedback": {}}})
+        used = weights.load_state_dict(state["weights"]), gradients.load_state_dict(state["gradients"])
+        unused += [] if all(used) else [name]
+    if unused and dist.get_rank() == 0:
+        logger.warning(
+            "zeropp: what was saved of units %s is not used: this Config sends no differences, or keeps "
+            "no errors",
+            some(unused),
+        )
 
 
 def _hops_of(
