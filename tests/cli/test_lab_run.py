@@ -46,7 +46,8 @@ def test_the_exit_code_says_that_a_rank_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     logs = tmp_path / "logs"
     script.write_text(
-        f"import shutil, sys\nprint('one', flush=True)\nshutil.rmtree({str(logs)!r})\nprint('two')\nsys.exit(3)\n"
+        "import shutil, sys\nprint('one', flush=True)\n"
+        f"shutil.rmtree({str(logs)!r})\nprint('two')\nsys.exit(3)\n"
     )
     nodes = ("--nodes", "1", "--ranks-per-node", "1", "--logs", str(logs))
     done = zeropp("lab", "run", *nodes, "--", str(script))
