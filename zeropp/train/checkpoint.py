@@ -70,9 +70,6 @@ Tensors = dict[str, Any]
 """Nested; all leaves are tensors."""
 
 
-STATE_KEYS = ("step", "run", "data", "ranks")
-
-
 class CheckpointError(OSError):
     """A checkpoint cannot be written or read."""
 
@@ -196,8 +193,8 @@ def read_tensors(path: Path, tensors: Tensors, group: dist.ProcessGroup | None =
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What is not a tensor."""
+def read_state(path: Path, *keys: str) -> dict[str, Any]:
+    """What is not a tensor; these keys must be there."""
     try:
         state = json.loads((path / STATE_FILE).read_text())
     except OSError as error:
@@ -208,7 +205,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {STATE_FILE}: {error}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path / STATE_FILE} has another format than {FORMAT}: of another version?")
-    if missing := [key for key in STATE_KEYS if key not in state]:
+    if missing := [key for key in keys if key not in state]:
         raise CheckpointError(f"{path} cannot be read: {STATE_FILE} has no {missing[0]!r}")
     return state
 

@@ -75,7 +75,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     """Export a checkpoint of `zeropp train`, in one process without ranks."""
     _raise_unless_new(folder)
     make_folder(folder)
-    run = read_run(read_state(checkpoint)["run"])
+    run = read_run(read_state(checkpoint, "run")["run"])
     model = build_model(run.model, run.seed)
     weights = get_model_state_dict(model)
     read_tensors(checkpoint, {"model": weights})

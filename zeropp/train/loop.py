@@ -31,6 +31,8 @@ from .stop import StopRequest
 from .trainer import DivergedError, Trainer
 from .world import World
 
+STATE_KEYS = ("step", "run", "data", "ranks")
+"""What `_save` writes beside tensors."""
 MUST_MATCH = ("model", "data", "seed")
 """Parts of the configuration that must be the same when a run resumes; others may change, which is noted."""
 
@@ -56,7 +58,7 @@ class _Loop:
         self.saved_step = 0
         checkpoint = _find_checkpoint(run, self.checkpoints, world)
         with _advice_if_damaged(checkpoint):
-            state = None if checkpoint is None else read_state(checkpoint)
+            state = None if checkpoint is None else read_state(checkpoint, *STATE_KEYS)
             notes = [] if state is None else _check_same_run(state["run"], _plain(run))
             self.memory = PeakMemory(world.device)
             self.trainer = Trainer(run, world)
