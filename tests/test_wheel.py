@@ -20,12 +20,11 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "zeropp")
 SECONDS = 300.0  # for any one command, on any machine
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(*command: str | Path, cwd: Path, **variables: str) -> str:
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -92,8 +91,8 @@ def test_it_runs_the_demonstration_where_there_is_nothing_else(wheel: Path, tmp_
     pip = (sys.executable, "-m", "pip", "--python", python)
     run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     zeropp = environment / "bin" / "zeropp"
-    assert run(zeropp, "--version", cwd=tmp_path) == f"zeropp {__version__}\n"
-    shown = run(zeropp, "demo", "--steps", "1", cwd=tmp_path)
+    assert run(zeropp, "--version", cwd=tmp_path, PYTHONPATH="") == f"zeropp {__version__}\n"
+    shown = run(zeropp, "demo", "--steps", "1", cwd=tmp_path, PYTHONPATH="")
     assert "4 local ranks that play 2 nodes" in shown
     assert "no report with plots" in shown
     assert (tmp_path / "runs" / "demo" / "zeropp" / "checkpoints" / "step-00000001").is_dir()
