@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -126,7 +127,8 @@ def test_bad_input_is_one_paragraph(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     try:
         code = main([word.replace("{}", str(folder)) for word in line.split()])

@@ -20,7 +20,12 @@ def test_it_prints_a_plan_and_writes_numbers_report_and_timeline(
     files = {name: tmp_path / name for name in ("plan.json", "plan.html", "trace.json")}
     arguments = ["--json", str(files["plan.json"]), "--html", str(files["plan.html"])]
     assert main([*SMALL, *arguments, "--trace", str(files["trace.json"]), "--link-gbit-s", "5"]) == 0
-    shown = capsys.readouterr().out
+    said = capsys.readouterr()
+    shown = said.out
+    assert said.err.splitlines() == [
+        "dry run: zeropp's default, 2 nodes x 2 ranks",
+        "dry run: FSDP2 as it comes, 2 nodes x 2 ranks",
+    ]
     assert "zeropp's default" in shown
     assert "2 nodes x 2 ranks" in shown
     numbers = json.loads(files["plan.json"].read_text())

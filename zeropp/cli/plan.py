@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -122,6 +123,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(options: Options, console: Console) -> Plan:
+    sys.path.insert(0, "")  # a module:function of the current directory, which only `python -m` has there
     hardware = find_hardware(options.hardware).changed(**asdict(options.numbers))
     strategy = find_compared(options.strategy)
     axes = None if options.sweep is None else Axes.parse(options.sweep)
