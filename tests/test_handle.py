@@ -213,10 +213,26 @@ def test_the_log_says_what_each_unit_sends(ranks: Ranks) -> None:
     first, *others = ranks.run(_log_records)
     assert (
         "INFO",
-        "zeropp: unit blocks.0, 2 nodes x 2 ranks: weights int8 across -> int8 in-node, "
-        "gradients int8 in-node -> int4 across, rotated. ",
+        "zeropp: 3 units, (root), blocks.0, blocks.1: 2 nodes x 2 ranks: weights int8 across -> int8 "
+        "in-node, gradients int8 in-node -> int4 across, rotated.",
     ) in first
-    assert [level for level, _ in first] == ["INFO"] * 6
+    assert [level for level, _ in first] == ["INFO"] * 2
+    assert others == [[], [], []]
+
+
+def _log_on_one_node() -> list[str]:
+    handler = logging.handlers.BufferingHandler(capacity=1000)
+    logging.getLogger("zeropp").addHandler(handler)
+    for config in (zeropp.Config(node_size=4), zeropp.Config.off(node_size=4), ON_2X2):
+        zeropp.apply(make_net(), config)
+    logging.getLogger("zeropp").removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_the_log_says_that_there_is_one_node(ranks: Ranks) -> None:
+    """Not of plain FSDP2, which was asked for."""
+    (said,), *others = ranks.run(_log_on_one_node)
+    assert "all ranks are on one node: nothing crosses nodes" in said
     assert others == [[], [], []]
 
 

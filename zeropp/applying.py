@@ -16,6 +16,7 @@ from .fsdp import Unit, find_units
 from .handle import ZeroPP
 from .kept import Kept
 from .unit_comms import Shared, check_configs, choose_configs, decide_comms, warn_if_large
+from .wording import count, some
 
 logger = logging.getLogger("zeropp")
 
@@ -109,15 +110,28 @@ def _previous(units: list[Unit]) -> ZeroPP | None:
 
 
 def _log(zpp: ZeroPP) -> None:
-    """The first rank of each unit's group says what became of the unit."""
+    """The first rank of each unit's group says what became of the unit: one line for all that are alike."""
+    alike: dict[tuple[int, str], list[str]] = {}
     for comms in zpp.unit_comms:
         row, group = comms.describe(), comms.unit.group
         if group is not None and group.rank() != 0:
             continue
-        if comms.left_alone:
-            logger.warning("zeropp: unit %(unit)s %(notes)s", row)
-        else:
-            logger.info(
-                "zeropp: unit %(unit)s, %(nodes)s: weights %(weights)s, gradients %(gradients)s. %(notes)s",
-                row,
-            )
+        level, became = logging.WARNING, row["notes"]
+        if not comms.left_alone:
+            level = logging.INFO
+            became = "{nodes}: weights {weights}, gradients {gradients}. {notes}".format(**row).rstrip()
+        alike.setdefault((level, became), []).append(row["unit"])
+    for (level, became), names in alike.items():
+        logger.log(level, "zeropp: %s, %s: %s", count(len(names), "unit"), some(names), became)
+    if dist.get_rank() == 0 and _has_nothing_to_shrink(zpp):
+        logger.warning(
+            "zeropp: all ranks are on one node: nothing crosses nodes, which is what zeropp makes smaller. "
+            "If that is not so, say how many ranks a node has: Config(node_size=...)"
+        )
+
+
+def _has_nothing_to_shrink(zpp: ZeroPP) -> bool:
+    """Whether two hops were asked for, and there is one node. HSDP inside each node is meant to be so."""
+    ours = [comms for comms in zpp.unit_comms if comms.pair is not None and not comms.unit.is_hsdp]
+    asked = any(comms.config.route == "two-hop" for comms in ours)
+    return asked and all(comms.topology is not None and comms.topology.is_one_node for comms in ours)

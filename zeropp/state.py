@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .comm import AllGather, ReduceScatter
 from .unit_comms import UnitComms
+from .wording import some
 
 logger = logging.getLogger("zeropp")
 
@@ -28,10 +29,17 @@ def save_units(installed: Iterable[Installed]) -> dict[str, Any]:
 
 def load_units(installed: Iterable[Installed], units: Mapping[str, Any]) -> None:
     """Go on from what `save_units` returned; a unit that is not in it goes on without."""
+    unused: list[str] = []
     for comms, gather, reduce in installed:
         unit = units.get(comms.unit.name, NOTHING)
-        gather.load_state_dict(unit["weights"])
-        reduce.load_state_dict(unit["gradients"])
+        used = gather.load_state_dict(unit["weights"]), reduce.load_state_dict(unit["gradients"])
+        unused += [] if all(used) else [comms.unit.name]
+    if unused and dist.get_rank() == 0:
+        logger.warning(
+            "zeropp: what was saved of units %s is not used: this Config sends no differences, or keeps no "
+            "errors",
+            some(unused),
+        )
 
 
 def is_usable(

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .groups import group_of, set_timeout, timeout_of, world
+from .wording import count
 
 HopName = Literal["in-node", "across", "flat"]
 
@@ -138,7 +139,7 @@ class Topology:
     def describe(self) -> str:
         """One line for people: `2 nodes x 2 ranks`, or the whole layout where nodes are uneven."""
         if self.is_even:
-            return f"{_count(len(self.nodes), 'node')} x {_count(len(self.nodes[0]), 'rank')}"
+            return f"{count(len(self.nodes), 'node')} x {count(len(self.nodes[0]), 'rank')}"
         return "; ".join(
             f"node {number}: ranks {[self.ranks[p] for p in node]}" for number, node in enumerate(self.nodes)
         )
@@ -193,7 +194,3 @@ def _discover_nodes(group: ProcessGroup, ranks: tuple[int, ...]) -> tuple[str, .
         if len(set(zip(labels, hosts, strict=True))) == len(set(labels)):
             return labels
     return hosts
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -67,3 +67,13 @@ def test_files_that_call_strategies_rows_can_be_read(results: Results, tmp_path:
     text = (tmp_path / "bench.json").read_text().replace('"strategy":', '"row":')
     (tmp_path / "bench.json").write_text(text)
     assert Results.load(tmp_path / "bench.json") == results
+
+
+def test_a_share_that_is_lost_in_noise_is_not_told_as_a_fact() -> None:
+    results = sample_results()
+    assert "(paper: 86% of the baseline's step is communication)" in results.describe()
+    assert results.describe().startswith("2 nodes x 2 ranks, 1M parameters, links 80mbit")
+    results.compute_ms[1] = [1071.0]  # longer than the baseline's step of 700
+    assert results.share(1) == pytest.approx(-0.53)
+    assert "the baseline's communication is lost in noise" in results.describe()
+    assert "%" not in results.describe()

@@ -21,6 +21,10 @@ def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert cells[3:5] == ["2.0100", "+0.50%"]
     assert cells[6:8] == ["0.80", "20.0x"]
     assert page.read_text().startswith("<!doctype html>")
+    assert "not the same in all runs" not in shown
+    other = write_run(tmp_path / "other", 0.8, 2.01, ranks=8)
+    assert main(["compare", str(plain), str(other), "--html", str(page)]) == 0
+    assert "- not the same in all runs: ranks (plain 4, other 8)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

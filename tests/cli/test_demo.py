@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from zeropp.cli import main
+from zeropp.train.demo import MARK
 
 
 def test_both_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left_over = tmp_path / "zeropp"  # an earlier demonstration is replaced
     left_over.mkdir()
+    (left_over / MARK).touch()
     (left_over / "metrics.jsonl").write_text("old")
     assert main(["demo", "--folder", str(tmp_path), "--steps", "3"]) == 0
     shown = capsys.readouterr().out

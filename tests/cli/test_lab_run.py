@@ -44,10 +44,16 @@ def test_lab_run_shows_ranks_links_and_exit_codes(tmp_path: Path) -> None:
 
 def test_the_exit_code_says_that_a_rank_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import sys\nsys.exit(3)\n")
-    done = zeropp("lab", "run", "--nodes", "1", "--ranks-per-node", "1", "--", str(script))
+    logs = tmp_path / "logs"
+    script.write_text(
+        "import shutil, sys\nprint('one', flush=True)\n"
+        f"shutil.rmtree({str(logs)!r})\nprint('two')\nsys.exit(3)\n"
+    )
+    nodes = ("--nodes", "1", "--ranks-per-node", "1", "--logs", str(logs))
+    done = zeropp("lab", "run", *nodes, "--", str(script))
     assert done.returncode == 1
     assert "exit code 3" in done.stdout
+    assert "no more logs: No such file or directory" in done.stdout  # said once; the job goes on without
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,17 @@ def test_it_prints_a_plan_and_writes_numbers_report_and_timeline(
     files = {name: tmp_path / name for name in ("plan.json", "plan.html", "trace.json")}
     arguments = ["--json", str(files["plan.json"]), "--html", str(files["plan.html"])]
     assert main([*SMALL, *arguments, "--trace", str(files["trace.json"]), "--link-gbit-s", "5"]) == 0
-    shown = capsys.readouterr().out
+    said = capsys.readouterr()
+    shown = said.out
+    assert said.err.splitlines() == [
+        "dry run: zeropp's default, 2 nodes x 2 ranks",
+        "dry run: FSDP2 as it comes, 2 nodes x 2 ranks",
+    ]
     assert "zeropp's default" in shown
     assert "2 nodes x 2 ranks" in shown
     numbers = json.loads(files["plan.json"].read_text())
-    (option,) = numbers["options"]
-    assert option["row"] == "default"
+    option, plain = numbers["options"]
+    assert (option["strategy"], plain["strategy"]) == ("default", "fsdp2")
     assert option["across_bytes"] > 0
     assert option["step_seconds"] > 0
     assert numbers["hardware"]["link_gbit_s"] == 5.0
@@ -39,14 +44,16 @@ def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*SHALLOW, "--link-gbit-s", "1", "--recommend", "--json", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     numbers = json.loads(path.read_text())
-    rows = {option["row"]: option["step_seconds"] for option in numbers["options"]}
+    rows = {option["strategy"]: option["step_seconds"] for option in numbers["options"]}
     theirs, ours = ("fsdp2", "fsdp2-reshard", "hsdp"), ("qwz", "hpz", "qgz", "paper", "default", "four-bit")
     assert set(rows) == {*theirs, *ours}
     fastest = numbers["options"][0]
     assert fastest["step_seconds"] == min(rows.values())
     assert f"Use {fastest['title']}" in shown
-    why, until, larger = numbers["sentences"]
-    assert all(f"- {sentence}" in shown for sentence in (why, until, larger))
+    why, until, larger, script, estimates = numbers["sentences"]
+    assert all(f"- {sentence}" in shown for sentence in (why, until, larger, script, estimates))
+    assert "zpp = zeropp.apply(model, zeropp.Config" in script
+    assert "are estimates" in estimates
     assert "FSDP2 as it comes" in until
     assert main([*SHALLOW, "--sweep", "link=1/100,nodes=2/3"]) == 0
     assert "tokens/s, 3 nodes" in capsys.readouterr().out
@@ -55,7 +62,7 @@ def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_hardware_file_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.json"
     find_hardware("a100-pcie-25gbe").save(path)
-    assert main([*SMALL, "--hardware", str(path), "--config", "fsdp2"]) == 0
+    assert main([*SMALL, "--hardware", str(path), "--strategy", "fsdp2"]) == 0
     assert "a100-pcie-25gbe" in capsys.readouterr().out
 
 
@@ -63,7 +70,7 @@ def test_a_hardware_file_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("arguments", "says"),
     [
         (["--hardware", "a100"], "hardware is 'a100'; expected one of v100-dgx2-100g"),
-        (["--config", "zero4"], "config is 'zero4'; expected one of fsdp2"),
+        (["--strategy", "zero4"], "strategy is 'zero4'; expected one of fsdp2"),
         (["--model", "7B"], "model is '7B'"),
         (["--sweep", "speed=3"], "sweep is 'speed=3'"),
         (["--nodes", "0"], "nodes is 0"),

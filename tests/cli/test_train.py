@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +18,15 @@ from zeropp import Config
 from zeropp.cli import main
 from zeropp.cli.train import parse
 from zeropp.train.checkpoint import steps_in
+from zeropp.train.demo import steps_done
 from zeropp.train.metrics import FILE_NAME, Metrics
 
 
 def test_options_change_what_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('steps = 7\n[zeropp]\npreset = "off"\nnode_size = 2\n[optimizer]\nlearning_rate = 0.5\n')
+    path.write_text(
+        'steps = 7\n[zeropp]\npreset = "fsdp2"\nnode_size = 2\n[optimizer]\nlearning_rate = 0.5\n'
+    )
     run = parse(["--config", str(path), "--optimizer.learning-rate", "1e-3", "--batch.size", "3"])
     assert (run.steps, run.optimizer.learning_rate, run.batch.size) == (7, 1e-3, 3)
     assert run.zeropp == Config.off(node_size=2)
@@ -87,6 +93,25 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> N
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
     assert [record.step for record in Metrics(tmp_path / FILE_NAME).steps] == [1]
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_a_run_that_a_signal_stops_is_saved_and_exits_as_shells_expect(tmp_path: Path) -> None:
+    """Without torchrun, as with Ctrl-C on a terminal."""
+    run = replace(small_run(tmp_path), steps=100_000)
+
+    def interrupt() -> None:
+        while not steps_done(tmp_path):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watch = threading.Thread(target=interrupt, daemon=True)
+    watch.start()
+    assert main(["train", *command_line(run), "--zeropp.node-size", "1"]) == 130
+    watch.join()
+    end = Metrics(tmp_path / FILE_NAME).end
+    assert end is not None
+    assert not end.is_complete
+    assert steps_in(tmp_path / "checkpoints")[-1:] == [end.step]
 
 
 def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:

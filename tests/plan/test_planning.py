@@ -41,11 +41,11 @@ def test_advice_compares_all_strategies_and_lays_out_each_once(monkeypatch: pyte
     assert set(again) == {best.strategy.title, plain.title}
 
 
-def test_without_advice_it_is_the_strategy_that_was_named() -> None:
+def test_without_advice_it_is_the_strategy_that_was_named_beside_plain_fsdp2() -> None:
     plan = make_plan(SCENARIO, SLOW, find_compared("hsdp"))
-    assert [planned.strategy.name for planned in plan.strategies] == ["hsdp"]
+    assert [planned.strategy.name for planned in plan.strategies] == ["hsdp", "fsdp2"]
     assert plan.sentences == ()
     assert plan.points == ()
     assert plan.subject == (
-        "tiny (0.00187B parameters), 2 nodes x 2 ranks, 1 x 1 x 32 tokens per rank and step, bf16"
+        "tiny (1.87M parameters), 2 nodes x 2 ranks, 1 x 1 x 32 tokens per rank and step, bf16"
     )

@@ -43,13 +43,15 @@ def test_on_slow_links_it_recommends_ours_and_says_why_and_until_when() -> None:
     ranked = rank({FSDP2: PLAIN, OURS: TWO_HOP}, A100)
     sentences = recommend(ranked, A100)
     assert ranked[0].strategy is OURS
-    why, until = sentences
+    why, until, script, estimates = sentences
     speedup = simulate(PLAIN, A100).step_seconds / simulate(TWO_HOP, A100).step_seconds
     assert f"{speedup:.2f}x as fast as FSDP2 as it comes" in why
     assert "waiting for the link across nodes" in why
-    assert "0.8 GB out of each node, this one 0.2 GB, at 100 Gbit/s" in why
+    assert "805 MB out of each node, this one 201 MB, at 100 Gbit/s" in why
     assert until.startswith("Above ")
     assert until.endswith("Gbit/s FSDP2 as it comes is as fast.")
+    assert "zpp = zeropp.apply(model, zeropp.Config())" in script
+    assert estimates.startswith("Speeds of codecs on a100-100g are estimates")
 
 
 def test_the_link_from_which_on_plain_is_as_fast() -> None:
@@ -73,7 +75,8 @@ def test_on_fast_links_it_says_that_zeropp_does_not_help_and_where_it_would() ->
     ranked = rank({FSDP2: PLAIN, OURS: TWO_HOP}, machine)
     sentences = recommend(ranked, machine)
     assert ranked[0].strategy is FSDP2
-    does_not, below = sentences
+    does_not, below, script = sentences
+    assert script == "In your script: fully_shard as it is."
     assert does_not.startswith("ZeRO++ does not help here: use FSDP2 as it comes")
     assert "With links below" in below
     assert "zeropp's default would be faster" in below
@@ -89,7 +92,7 @@ def test_a_larger_batch_can_change_the_answer() -> None:
         return larger(times, traces[strategy])
 
     sentences = recommend(rank(traces, machine), machine, larger_batch)
-    (sentence,) = (sentence for sentence in sentences if "micro-batch" in sentence)
+    (sentence,) = (sentence for sentence in sentences if "times the micro-batch" in sentence)
     times = asked[-1][1]
     assert sentence == f"With {times} times the micro-batch FSDP2 as it comes is as fast."
     assert simulate(larger(times, PLAIN), machine).step_seconds <= AS_FAST * (

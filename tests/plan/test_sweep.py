@@ -47,7 +47,7 @@ def test_every_combination_is_laid_out_and_dry_runs_are_per_nodes() -> None:
     assert asked == [("fsdp2", 2), ("default", 2), ("fsdp2", 4), ("default", 4)]
     assert len(points) == 8
     fast = next(
-        point for point in points if (point.row, point.nodes, point.link_gbit_s) == ("default", 4, 400.0)
+        point for point in points if (point.strategy, point.nodes, point.link_gbit_s) == ("default", 4, 400.0)
     )
     timeline = simulate(trace, A100.changed(link_gbit_s=400.0))
     assert fast.step_seconds == pytest.approx(timeline.step_seconds)

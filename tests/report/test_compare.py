@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zeropp.report.compare import COLUMNS, compare_lines, loss_curves, read_runs, render_compare
+from zeropp.report.compare import COLUMNS, compare_lines, differences, loss_curves, read_runs, render_compare
 from zeropp.train.metrics import MetricsFile
 from zeropp.train.run_events import Evaluation, RunInfo, StepRecord, Summary
 
 PARAMETERS, NODES = 1_000_000, 2
 
 
-def write_run(folder: Path, bytes_per_parameter: float, validation_loss: float) -> Path:
+def write_run(
+    folder: Path, bytes_per_parameter: float, validation_loss: float, ranks: int = 4, nodes: int = NODES
+) -> Path:
     """Twenty steps from loss 5 to 2."""
     folder.mkdir()
     file = MetricsFile(folder)
-    file.on_start(RunInfo({"zeropp": {"weights": "int8"}}, PARAMETERS, 4, NODES, "cpu", {"torch": "0"}, 1))
+    file.on_start(
+        RunInfo({"zeropp": {"weights": "int8"}}, PARAMETERS, ranks, nodes, "cpu", {"torch": "0"}, 1)
+    )
     across = round(bytes_per_parameter * PARAMETERS * NODES)
     for step in range(1, 21):
         loss = 5.0 - 3.0 * (step - 1) / 19
@@ -35,6 +39,20 @@ def test_every_run_is_held_against_the_first(tmp_path: Path) -> None:
         "peak MiB": "300", "zeropp keeps MiB": "3.0",
     }  # fmt: skip
     assert (plain[4], plain[7]) == ("-", "-")
+
+
+def test_runs_that_differ_in_more_than_what_they_send_say_so(tmp_path: Path) -> None:
+    first, same = (write_run(tmp_path / name, 16.0, 2.0) for name in ("first", "same"))
+    other = write_run(tmp_path / "other", 16.0, 2.0, ranks=2, nodes=1)
+    assert differences(read_runs([first, same])) == []
+    runs = read_runs([first, other])
+    assert differences(runs) == [
+        "not the same in all runs: ranks (first 4, other 2)",
+        "not the same in all runs: nodes (first 2, other 1)",
+    ]
+    page = render_compare(runs)
+    assert "not the same in all runs: ranks (first 4, other 2)" in page
+    assert "2 ranks on 1 node," in page
 
 
 def test_runs_with_equal_names_are_told_apart(tmp_path: Path) -> None:

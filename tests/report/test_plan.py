@@ -52,10 +52,21 @@ def test_the_picture_has_a_bar_for_every_operation() -> None:
     assert bars == sum(len(op.resources) for op in shown)
 
 
+def test_a_bar_says_how_long_its_operation_takes() -> None:
+    """plotly's own %{x} of a bar with a base is where the bar ends."""
+    timeline = sample_plan().strategies[0].timeline
+    for trace in timeline_figure(timeline).data:
+        assert "%{x" not in trace.hovertemplate
+        assert "%{customdata:.4f} ms from %{base:.4f}" in trace.hovertemplate
+        said = set(zip(trace.text, trace.base, trace.customdata, strict=True))
+        ops = {(op.name, op.start * 1e3, op.seconds * 1e3) for op in timeline.ops if op.kind == trace.name}
+        assert said <= ops
+
+
 def test_the_numbers_as_json(tmp_path: Path) -> None:
     sample_plan().save(tmp_path / "plan.json")
     numbers = json.loads((tmp_path / "plan.json").read_text())
-    assert [option["row"] for option in numbers["options"]] == ["default", "fsdp2"]
+    assert [option["strategy"] for option in numbers["options"]] == ["default", "fsdp2"]
     assert numbers["options"][1]["across_bytes"] == 12 * (1 << 26) // 8
     assert numbers["hardware"]["link_gbit_s"] == 100.0
     assert len(numbers["sweep"]) == 8

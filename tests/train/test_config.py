@@ -35,8 +35,8 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
 def test_presets_and_their_changes() -> None:
     assert read_run({"zeropp": {"preset": "wire16"}}).zeropp == Config.wire16()
     assert read_run({"zeropp": {"preset": "auto"}}).zeropp == read_run({}, "auto").zeropp == "auto"
-    assert read_run({"zeropp": {"preset": "off", "node_size": 2}}).zeropp == Config.off(node_size=2)
-    assert read_run({"zeropp": {"preset": "off", "node_size": 2}}, "paper").zeropp == Config.paper(
+    assert read_run({"zeropp": {"preset": "fsdp2", "node_size": 2}}).zeropp == Config.off(node_size=2)
+    assert read_run({"zeropp": {"preset": "fsdp2", "node_size": 2}}, "paper").zeropp == Config.paper(
         node_size=2
     )
 
@@ -70,7 +70,7 @@ def test_presets_and_their_changes() -> None:
         ({"zeropp": "paper"}, "zeropp is 'paper'; expected a table"),
         (
             {"zeropp": {"preset": "fast"}},
-            r"zeropp\.preset is 'fast'; expected one of default, four_bit, paper",
+            r"zeropp\.preset is 'fast'; expected one of default, four-bit, paper",
         ),
         ({"zeropp": {"weight": "int8"}}, r"zeropp\.weight is not a key; expected one of preset, weights"),
         ({"zeropp": {"weights": "int3"}}, "weights is 'int3'; expected one of"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zeropp.lab import JobError
-from zeropp.train.demo import Lab, LocalRanks, find_place, replace_folders, run_demo, steps_done
+from zeropp.train.demo import MARK, Lab, LocalRanks, find_place, replace_folders, run_demo, steps_done
 from zeropp.train.metrics import FILE_NAME
 
 SCRIPT = """
@@ -59,10 +59,10 @@ def test_nothing_is_deleted_that_no_demonstration_has_made(tmp_path: Path) -> No
     left_over.touch()
     replace_folders([plain, ours])
     assert not left_over.exists()
-    (ours / ".zeropp-demo").rename(ours / FILE_NAME)  # of a demonstration before there was a mark
-    replace_folders([plain, ours])
-    assert not (ours / FILE_NAME).exists()
-    (ours / ".zeropp-demo").unlink()
+    (ours / MARK).rename(ours / FILE_NAME)  # of a run of `zeropp train`
+    with pytest.raises(ValueError, match="zeropp is not of an earlier demonstration"):
+        replace_folders([plain, ours])
+    (ours / FILE_NAME).unlink()
     ours.rmdir()
     ours.touch()
     with pytest.raises(ValueError, match="zeropp is a file"):

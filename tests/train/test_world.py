@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from tests.ranks import Ranks
@@ -19,6 +22,22 @@ def agree() -> tuple[list[float], list[float], int]:
 
 def test_all_ranks_get_the_same_sums(ranks: Ranks) -> None:
     assert ranks.run(agree, world=3) == [([3.0, 1.5], [2.0, 0.0], 7)] * 3
+
+
+def share_work(path: Path) -> str:
+    """The first rank cannot make a folder where a file is."""
+    world, done = World.current(), []
+    world.first_does(lambda: done.append(1))
+    assert done == [1] * world.is_first
+    with pytest.raises(FileExistsError) as error:
+        world.first_does(path.mkdir)
+    return str(error.value)
+
+
+def test_what_fails_on_the_first_rank_fails_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    assert ranks.run(share_work, path, world=3) == [f"[Errno 17] File exists: '{path}'"] * 3
 
 
 def test_without_torchrun_a_process_is_a_world_of_its_own() -> None:

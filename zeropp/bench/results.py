@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..lab.link_properties import format_rate
+from ..output_files import write_file
 from ..strategies import BASELINE, DEFAULT, NOT_RUN, STRATEGIES, Strategy, find_strategy
+from ..wording import count, parameters
 from .workload import Workload
+
+EXPECTED = "a JSON file that `zeropp lab bench` wrote"
 
 
 @dataclass
@@ -131,19 +135,35 @@ class Results:
 
     def describe(self) -> str:
         """One line: what was run."""
-        share = self.share(min(self.micro_batches()))
         return (
-            f"{self.nodes} nodes x {self.ranks_per_node} ranks, {self.parameters / 1e6:.1f}M parameters, "
-            f"links {format_rate(self.link_bit_s)} ({self.regime}"
-            + (f": {share:.0%} of the baseline's step is communication)" if share is not None else ")")
+            f"{count(self.nodes, 'node')} x {count(self.ranks_per_node, 'rank')}, "
+            f"{parameters(self.parameters)} parameters, links {format_rate(self.link_bit_s)} "
+            f"({self.regime}{self._describe_share()})"
         )
 
+    def _describe_share(self) -> str:
+        share = self.share(min(self.micro_batches()))
+        if share is None:
+            return ""
+        if share <= 0:  # steps that send nothing took longer than those that send
+            return ": the baseline's communication is lost in noise; more --rounds may find it"
+        return f": {share:.0%} of the baseline's step is communication"
+
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1))
+        write_file(path, json.dumps(asdict(self), indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        raw: dict[str, Any] = json.loads(path.read_text())
+        """Read what `save` wrote."""
+        try:
+            return cls._from_dict(json.loads(path.read_text()))
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}); expected {EXPECTED}") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} holds something else ({error}); expected {EXPECTED}") from None
+
+    @classmethod
+    def _from_dict(cls, raw: dict[str, Any]) -> Results:
         raw["workload"] = Workload(**raw["workload"])
         for cell in raw["cells"]:
             if "row" in cell:  # a file from before strategies were called so

@@ -75,6 +75,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.regime not in get_args(Regime):
             raise ValueError(f"regime is {self.regime!r}; expected one of {', '.join(SHARES)}")
+        if self.nodes < 2:
+            raise ValueError(f"nodes is {self.nodes}; expected two or more: one node sends nothing to others")
         if self.link is not None and parse_rate_bit_s(self.link) is None:
             raise ValueError("link is 'unlimited'; a benchmark needs a rate, for the limit of each strategy")
         if not self.micro_batches or any(count < 1 for count in self.micro_batches):

@@ -5,51 +5,71 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NamedTuple
 
 from rich.console import Console
 
-from ..lab import JobError, LabError
+from .. import __version__
+from .errors import tell, tell_interrupted
+
+
+class Command(NamedTuple):
+    file: str
+    """In this folder; its `main` does it."""
+    description: str
+
 
 COMMANDS = {
-    "train": "train",
-    "demo": "demo",
-    "compare": "compare",
-    "export": "export",
-    "plan": "plan",
-    "lab run": "lab_run",
-    "lab bench": "lab_bench",
-    "lab clean": "lab_clean",
+    "train": Command("train", "train a model, on one rank or under torchrun on many"),
+    "demo": Command("demo", "train a small GPT with plain FSDP2 and with zeropp, and compare them"),
+    "compare": Command("compare", "show training runs side by side"),
+    "export": Command("export", "write a checkpoint as a Hugging Face folder"),
+    "plan": Command("plan", "predict time, bytes and memory of a step, before there is a cluster"),
+    "lab run": Command("lab_run", "run a torchrun script on nodes that are network namespaces"),
+    "lab bench": Command("lab_bench", "measure every strategy on such nodes, with shaped links"),
+    "lab clean": Command("lab_clean", "remove what killed labs left"),
 }
-"""What a user types, and the file in this folder that does it."""
+"""By what a user types."""
+HELP = ("-h", "--help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
-        given = [word for word in words if word not in ("-h", "--help")]
-        if given:
-            console.print(f"zeropp has no command {' '.join(given[:2])!r}. It has:", markup=False)
-        console.print(_usage(), markup=False)
-        return 2 if given else 0
-    command = import_module(f".{COMMANDS[name]}", __name__).main
+        return _answer(words)
+    command = import_module(f".{COMMANDS[name].file}", __name__).main
     try:
         return int(command(words[len(name.split()) :]))
     except KeyboardInterrupt:
-        console.print("interrupted")
+        tell_interrupted()
         return 130
-    except (LabError, JobError, ValueError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
+    except Exception as error:
+        tell(error)
         return 1
 
 
-def _usage() -> str:
-    """One line per first word: `zeropp lab run | bench | clean`."""
-    second_words: dict[str, list[str]] = {}
-    for name in COMMANDS:
-        first, *second = name.split()
-        second_words.setdefault(first, []).extend(second)
-    lines = [f"zeropp {first} {' | '.join(second)}".rstrip() for first, second in second_words.items()]
-    return "\n".join(lines) + "\n\nEvery command explains itself: zeropp train --help"
+def _answer(words: list[str]) -> int:
+    """What is not a command: a question for help or the version, or a mistake."""
+    if words[:1] == ["--version"]:
+        _print(f"zeropp {__version__}")
+        return 0
+    given = [word for word in words if word not in HELP]
+    below = [name for name in COMMANDS if given == [] or name.split()[:-1] == given]
+    if below:
+        _print(_usage(below))
+        return 0
+    wrong = f"zeropp has no command {' '.join(given[:2])!r}. It has:\n\n"
+    _print(wrong + _usage(list(COMMANDS)), to_stderr=True)
+    return 2
+
+
+def _usage(names: list[str]) -> str:
+    width = max(map(len, names))
+    lines = [f"  zeropp {name:{width}}   {COMMANDS[name].description}" for name in names]
+    return "\n".join([*lines, "", f"Each explains its options: zeropp {names[0]} --help"])
+
+
+def _print(text: str, to_stderr: bool = False) -> None:
+    Console(stderr=to_stderr, highlight=False, soft_wrap=True).print(text, markup=False)

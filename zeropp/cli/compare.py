@@ -8,7 +8,10 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from ..report.compare import compare_table, read_runs, render_compare
+from ..output_files import write_file
+from ..report.compare import compare_table, differences, read_runs, render_compare
+from ..report.page import check_page
+from .options import read_options
 
 FILE_WIDTH = 170  # of tables that go to a file
 
@@ -27,7 +30,7 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    options = tyro.cli(Options, args=arguments, prog="zeropp compare")
+    options = read_options(Options, arguments, "compare")
     if not options.runs:
         raise ValueError(
             "there is no run to compare; expected folders or metrics.jsonl files of zeropp train"
@@ -36,14 +39,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def show(paths: tuple[Path, ...], html: Path) -> None:
-    """Print the table and write the page."""
-    if not html.parent.is_dir():
-        raise ValueError(f"{html} cannot be written: {html.parent} is not a folder; make it, or name another")
+def show(paths: tuple[Path, ...], html: Path | None) -> None:
+    """Print the table, and write the page if it is wanted."""
+    if html is not None:
+        check_page(html)
     runs = read_runs(list(paths))
-    html.write_text(render_compare(runs))
+    if html is not None:
+        write_file(html, render_compare(runs))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
     console.print(compare_table(runs))
-    console.print(f"report: {html}", markup=False)
+    for sentence in differences(runs):
+        console.print(f"- {sentence}", markup=False)
+    if html is not None:
+        console.print(f"report: {html}", markup=False)

@@ -6,13 +6,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..output_files import make_folder
 from ..report.compare import loss_curves, read_runs
+from ..report.page import can_plot, check_page
 from ..train.demo import RUNS, find_place, run_demo
 from . import compare
+from .options import read_options
 
 
 @dataclass
@@ -29,9 +31,13 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    options = tyro.cli(Options, args=arguments, prog="zeropp demo")
+    options = read_options(Options, arguments, "demo")
     if options.steps < 1:
         raise ValueError(f"steps is {options.steps}; expected a positive number")
+    make_folder(options.folder)
+    page = options.folder / "report.html" if can_plot() else None
+    if page is not None:
+        check_page(page)
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("left"))
     with (
@@ -49,7 +55,9 @@ def main(arguments: list[str]) -> int:
         folders = run_demo(options.folder, options.steps, place, show)
     runs = read_runs(list(folders.values()))
     console.print(loss_curves(runs))
-    compare.show(tuple(folders.values()), options.folder / "report.html")
+    compare.show(tuple(folders.values()), page)
+    if page is None:
+        console.print("no report with plots: it needs the package plotly (pip install 'zeropp[plots]')")
     for name, run in zip(RUNS, runs.values(), strict=True):
         console.print(f"checkpoint of {name}: {run.end.checkpoint if run.end else 'none'}", markup=False)
     console.print(f"took {time.monotonic() - started:.0f} seconds")

@@ -8,8 +8,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from ..train.checkpoint import CheckpointError, steps_in
+from ..train.checkpoint import steps_in
 from ..train.export import export_checkpoint
+from .options import read_options
 
 
 @dataclass
@@ -23,14 +24,11 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    options = tyro.cli(Options, args=arguments, prog="zeropp export")
+    options = read_options(Options, arguments, "export")
     checkpoint = find_checkpoint(options.run)
     console = Console(highlight=False, soft_wrap=True)
     with console.status(f"exporting {checkpoint}"):
-        try:
-            export_checkpoint(checkpoint, options.folder)
-        except (CheckpointError, ModuleNotFoundError) as error:
-            raise ValueError(str(error)) from error
+        export_checkpoint(checkpoint, options.folder)
     console.print(f"{checkpoint} is exported to {options.folder}", markup=False)
     return 0
 

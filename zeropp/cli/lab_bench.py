@@ -12,8 +12,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ..bench.results import Results, verdicts
 from ..bench.run import Settings, run_bench
+from ..output_files import check_file, write_file
 from ..report import bench_tables, render_bench
 from ..report.bench_tables import EXPLANATION
+from ..report.page import check_page
+from .options import read_options
 
 FILE_WIDTH = 170  # of tables that go to a file
 
@@ -34,17 +37,17 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    options = tyro.cli(Options, args=arguments, prog="zeropp lab bench")
+    options = read_options(Options, arguments, "lab bench")
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
+    check_page(options.html)
     if options.show is not None:
         results = Results.load(options.show)
     else:
-        check_writable(options.json)
-        check_writable(options.html)
+        check_file(options.json)
         results = _run(options.settings, console, options.json)
-    options.html.write_text(render_bench(results))
+    write_file(options.html, render_bench(results))
     for table in bench_tables(results):
         console.print(table)
     console.print(EXPLANATION, style="dim")
@@ -66,9 +69,3 @@ def _run(settings: Settings, console: Console, path: Path) -> Results:
                 progress.update(task, description=what)
 
         return run_bench(settings, show, on_results=lambda results: results.save(path))
-
-
-def check_writable(path: Path) -> None:
-    """Before minutes of work, not after."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: {path.parent} is not a folder; make it, or name another")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tyro
 from rich.console import Console
 
 from ..lab import clean
+from .options import read_options
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    tyro.cli(Options, args=arguments, prog="zeropp lab clean")
+    read_options(Options, arguments, "lab clean")
     console = Console(highlight=False)
     killed = clean()
     for pid, command in killed.items():

@@ -6,12 +6,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from ..lab import Change, Cluster, Job, JobResult, LinkCounters, Schedule
 from ..lab.job import describe_exit
+from ..output_files import make_folder
+from .options import read_options
 
 COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
@@ -43,10 +44,12 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     ours, program = _split(arguments)
-    options = tyro.cli(Options, args=ours, prog="zeropp lab run")
+    options = read_options(Options, ours, "lab run")
     if not program:
         raise ValueError("there is no script to run; expected it after `--`: zeropp lab run -- train.py ...")
     changes = [Change.parse(text) for text in options.at]
+    if options.logs is not None:
+        make_folder(options.logs)
     console = Console(highlight=False, soft_wrap=True)
     with Cluster(options.nodes, options.ranks_per_node, options.link, options.delay, options.loss) as cluster:
         schedule = Schedule(cluster, changes, lambda change: console.print(f"[bold]{change}[/]"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from ..output_files import check_file, write_file
 from ..plan.catalog import find_hardware
 from ..plan.chrome import write_chrome_trace
 from ..plan.hardware import Hardware
@@ -19,9 +21,11 @@ from ..plan.recommend import find_compared
 from ..plan.result import Plan
 from ..plan.scenario import Precision, Scenario
 from ..plan.sweep import Axes
+from ..report.page import check_page
 from ..report.plan import EXPLANATION, plan_tables, render_plan
 from ..strategies import DEFAULT
-from .lab_bench import FILE_WIDTH, check_writable
+from .lab_bench import FILE_WIDTH
+from .options import read_options
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,9 @@ class Options:
     hardware: str = "a100-100g"
     """A name (a wrong one lists them all), or a .json or .toml file."""
     numbers: Annotated[Numbers, tyro.conf.arg(name="")] = Numbers()
-    config: str = DEFAULT
-    """How to train: default, paper, fsdp2, fsdp2-accumulate, fsdp2-reshard, hsdp, qwz, hpz or qgz."""
+    strategy: str = DEFAULT
+    """How to train: default, four-bit, paper, fsdp2, fsdp2-accumulate, fsdp2-reshard, hsdp, qwz, hpz or qgz.
+    Plain FSDP2 is shown beside it."""
     recommend: bool = False
     """Try all of those, and say which to use."""
     sweep: str | None = None
@@ -96,13 +101,15 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    options = tyro.cli(Options, args=arguments, prog="zeropp plan")
+    options = read_options(Options, arguments, "plan")
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
-    for path in (options.json, options.html, options.trace, options.measure):
+    for path in (options.json, options.trace, options.measure):
         if path is not None:
-            check_writable(path)
+            check_file(path)
+    if options.html is not None:
+        check_page(options.html)
     if options.measure is not None:
         return _measure(options.measure, options, console)
     plan = _plan(options, console)
@@ -116,13 +123,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(options: Options, console: Console) -> Plan:
+    sys.path.insert(0, "")  # a module:function of the current directory, which only `python -m` has there
     hardware = find_hardware(options.hardware).changed(**asdict(options.numbers))
-    strategy = find_compared(options.config)
+    strategy = find_compared(options.strategy)
     axes = None if options.sweep is None else Axes.parse(options.sweep)
     scenario = Scenario(
         resolve(options.model),
         options.nodes,
-        options.ranks_per_node or hardware.ranks_per_node,
+        hardware.ranks_per_node if options.ranks_per_node is None else options.ranks_per_node,
         micro_batch=options.micro_batch,
         sequence=options.sequence,
         micro_batches=options.micro_batches,
@@ -131,6 +139,7 @@ def _plan(options: Options, console: Console) -> Plan:
         checkpointing=options.checkpointing,
     )
     with console.status("") as status:
+        said = Console(stderr=True, highlight=False, soft_wrap=True)
         return make_plan(
             scenario,
             hardware,
@@ -138,7 +147,7 @@ def _plan(options: Options, console: Console) -> Plan:
             advise=options.recommend,
             axes=axes,
             full=options.full,
-            on_progress=status.update,
+            on_progress=status.update if console.is_terminal else said.print,
         )
 
 
@@ -147,7 +156,7 @@ def _write(plan: Plan, options: Options, console: Console) -> None:
         plan.save(options.json)
         console.print(f"numbers: {options.json}")
     if options.html is not None:
-        options.html.write_text(render_plan(plan))
+        write_file(options.html, render_plan(plan))
         console.print(f"report: {options.html}")
     if options.trace is not None:
         write_chrome_trace(plan.strategies[0].timeline, options.trace)

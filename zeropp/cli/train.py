@@ -6,19 +6,22 @@ import argparse
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from .. import Config
+from ..output_files import make_folder
 from ..train.config import Preset, Run, read_run, read_toml
 from ..train.loop import train
 from ..train.metrics import MetricsFile
 from ..train.progress import make_progress
 from ..train.run_events import Listener
-from ..train.trainer import DivergedError
 from ..train.world import join_world
+from .options import read_options
+
+STOPPED = 130
+"""The exit code of a run that a signal has stopped before its last step: what a shell expects of Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +43,24 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     run = parse(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # ours begin with "zeropp:"
     with join_world(run.timeout_seconds) as world:
         listeners: list[Listener] = []
-        if world.is_first:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            listeners = _listeners(run)
-        try:
-            train(run, world, listeners)
-        except DivergedError as error:  # on every rank alike: one of them says so
-            if world.is_first:
-                console.print(f"error: {error}", style="red", markup=False)
-            return 1
-    return 0
+        world.first_does(lambda: listeners.extend(_listeners(run)))
+        summary = train(run, world, listeners)
+    return 0 if summary.is_complete else STOPPED
 
 
 def parse(arguments: list[str]) -> Run:
     """The run that a command line describes."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
-    first.add_argument("--preset", choices=get_args(Preset))
+    first.add_argument("--config", type=Path, nargs="?")  # what is wrong with these is said below
+    first.add_argument("--preset", nargs="?")
     found, _ = first.parse_known_args(arguments)
     run = read_run({}, found.preset) if found.config is None else read_toml(found.config, found.preset)
     is_auto = run.zeropp == "auto"
     default = Options(found.config, found.preset, replace(run, zeropp=Config()) if is_auto else run)
-    run = tyro.cli(Options, args=arguments, prog="zeropp train", default=default).run
+    run = read_options(Options, arguments, "train", default).run
     if is_auto and run.zeropp != Config():
         raise ValueError(
             "options --zeropp.* are given with preset 'auto', which chooses a Config by itself; choose "
@@ -75,6 +70,8 @@ def parse(arguments: list[str]) -> Run:
 
 
 def _listeners(run: Run) -> list[Listener]:
+    """On the first rank; makes the folder that they write to."""
+    make_folder(run.folder)
     listeners: list[Listener] = [MetricsFile(run.folder), make_progress(run.steps, run.logging.every)]
     if run.logging.tensorboard:
         from ..train.tensorboard import TensorBoard

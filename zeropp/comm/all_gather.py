@@ -6,7 +6,6 @@ The columns of its weights come in groups (column_groups.py), each with hops and
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -28,8 +27,6 @@ from .layout import kept_codec_name
 from .node_shard import NodeShard
 from .pipeline import run_pipelined
 from .wire import Wire
-
-logger = logging.getLogger("zeropp")
 
 WEIGHTS_FIELDS = (
     "weights",
@@ -146,16 +143,13 @@ class AllGather:
             return None
         return f"unit '{self.wire.unit}' has {saved} groups of weights; expected {mine}, by what is trained"
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether all of it is used; a Config without differences has no use for a reference."""
         groups = state.get("groups", [])
-        if groups and not self._takes_differences:
-            logger.warning(
-                "zeropp: unit %s: the saved reference of differences is not used: this Config sends none",
-                self.wire.unit,
-            )
-            groups = []
+        used = groups if self._takes_differences else []
         for number, node_shard in enumerate(self.node_shards):
-            node_shard.load_state_dict(groups[number] if groups else {})
+            node_shard.load_state_dict(used[number] if used else {})
+        return len(used) == len(groups)
 
     @property
     def _takes_differences(self) -> bool:

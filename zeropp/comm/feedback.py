@@ -86,8 +86,3 @@ class Feedback:
             return None
         self.kept[chunk] = kept.to(sums.device)
         return self.kept[chunk]
-
-
-def warn_not_used(unit: str) -> None:
-    """Say that a checkpoint has errors and this run keeps none."""
-    logger.warning("zeropp: unit %s: saved errors are not used: this Config has no error feedback", unit)

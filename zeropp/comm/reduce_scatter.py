@@ -40,7 +40,7 @@ from ..quant import QUANTIZABLE_DTYPES
 from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
-from .feedback import Feedback, warn_not_used
+from .feedback import Feedback
 from .lanes import lane
 from .layout import HopCodec, Leg, ReduceChunk, ReduceLayouts, reduce_chunks
 from .pipeline import run_pipelined
@@ -162,12 +162,12 @@ class ReduceScatter:
         """What a run needs to go on as if it had not stopped."""
         return {"calls": self.calls, "feedback": {} if self.feedback is None else self.feedback.copies()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether all of it is used."""
         self.calls = int(state["calls"])
         if self.feedback is not None:
             self.feedback.kept = {chunk: kept.clone() for chunk, kept in state["feedback"].items()}
-        elif state["feedback"]:
-            warn_not_used(self.wire.unit)
+        return self.feedback is not None or not state["feedback"]
 
     def set_sync_across(self, sync_across: bool, counts_baseline: bool = True) -> None:
         """Whether the next reductions go across nodes; see [Note: Accumulation]. counts_baseline: whether

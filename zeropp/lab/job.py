@@ -164,10 +164,19 @@ class Job:
         with self._lock:
             self._last_lines.setdefault(who, deque(maxlen=KEPT_LINES)).append(line)
             if self._log_folder is not None:
-                with open(self._log_folder / f"{who.replace(' ', '-')}.log", "a") as log:
-                    log.write(line + "\n")
+                line += self._write_log(self._log_folder, who, line)
             if self._on_line is not None:
                 self._on_line(who, line)
+
+    def _write_log(self, folder: Path, who: str, line: str) -> str:
+        """Returns what to add to the line, if logs end with it: the job goes on without them."""
+        try:
+            with open(folder / f"{who.replace(' ', '-')}.log", "a") as log:
+                log.write(line + "\n")
+        except OSError as error:
+            self._log_folder = None
+            return f" [no more logs: {error.strerror}: {error.filename or folder}]"
+        return ""
 
 
 def describe_exit(code: int | None) -> str:

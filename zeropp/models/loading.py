@@ -127,6 +127,14 @@ def _build_hugging_face(path: Path, seed: int, device: torch.device) -> nn.Modul
         )
     if not (path.is_file() or (path / "config.json").is_file()):
         raise ValueError(f"'hf:{path}': expected a config.json or a local folder that has one")
+    try:
+        return _load_hugging_face(path, seed, device)
+    except Exception as error:  # of files that may hold anything
+        said, _, _ = str(error).strip().partition("\n")
+        raise ValueError(f"'hf:{path}' cannot be loaded: {type(error).__name__}: {said}") from error
+
+
+def _load_hugging_face(path: Path, seed: int, device: torch.device) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # None would ask on stdin

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..output_files import write_file
 from .timeline import Timeline
 
 LANES = ("compute", "gather", "reduce", "all-reduce", "in-node link", "across link")
@@ -36,4 +37,4 @@ def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def write_chrome_trace(timeline: Timeline, path: Path) -> None:
-    path.write_text(json.dumps({"traceEvents": chrome_events(timeline), "displayTimeUnit": "ms"}))
+    write_file(path, json.dumps({"traceEvents": chrome_events(timeline), "displayTimeUnit": "ms"}))

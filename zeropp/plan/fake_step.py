@@ -7,6 +7,7 @@ the largest shards where they are not equal.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from .. import Config, apply
 from ..models.sharding import shard_blocks
 from ..strategies import Strategy
 from .memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
-from .models import PlanError, are_alike, find_blocks, loss_of
+from .models import Model, PlanError, are_alike, find_blocks, loss_of, raised_by_user
 from .repeat_layers import Part
 from .scenario import Scenario
 from .step_recorder import RecordedComm, StepRecorder
@@ -68,7 +69,7 @@ def record_step(scenario: Scenario, strategy: Strategy, layers: int | None = Non
     try:
         mesh = init_device_mesh("cpu", (scenario.world_size,))  # outside the mode: a mesh has content
         options = {"mesh": mesh} | strategy.sharding_options(scenario.ranks_per_node)
-        with _explained(scenario.model.name), FakeTensorMode(allow_non_fake_inputs=True):
+        with _explained(scenario.model), FakeTensorMode(allow_non_fake_inputs=True):
             return _FakeStep(scenario, strategy, options, layers).run()
     finally:
         dist.destroy_process_group()
@@ -91,7 +92,8 @@ class _FakeStep:
             _shard(self._model, blocks, scenario, options)
         self._parameters = list(self._model.parameters())
         config = Config.off() if strategy.config is None else strategy.config
-        self._zpp = apply(self._model, replace(config, node_size=scenario.ranks_per_node))
+        with _no_logs():  # which are for a model that is going to be trained
+            self._zpp = apply(self._model, replace(config, node_size=scenario.ranks_per_node))
         self._set_sync = strategy.sync_switch(self._model, self._zpp)
         # One optimizer per unit costs what one for all does, and shows whose parameters it works on. Fused:
         # the others read the step number from a tensor, and a fake one has none.
@@ -176,13 +178,28 @@ def _shard(model: nn.Module, blocks: nn.ModuleList, scenario: Scenario, options:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn what fake tensors cannot do into an error that says what to change."""
+def _no_logs() -> Iterator[None]:
+    logger = logging.getLogger("zeropp")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _explained(model: Model) -> Iterator[None]:
+    """Turn what fake tensors cannot do, and what goes wrong in a user's model, into an error that says what
+    to change."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise PlanError(
-            f"the model {name!r} decides something by the content of a tensor ({error}), and in a dry run "
-            "tensors have none; look for .item(), bool(tensor), nonzero() or a mask as an index on its way, "
-            "and replace it, or plan for a model of the same size without it"
+            f"the model {model.name!r} decides something by the content of a tensor ({error}), and in a dry "
+            "run tensors have none; look for .item(), bool(tensor), nonzero() or a mask as an index on its "
+            "way, and replace it, or plan for a model of the same size without it"
         ) from error
+    except Exception as error:
+        if not model.is_users:
+            raise
+        raise raised_by_user(model.name, error) from error

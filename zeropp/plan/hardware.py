@@ -26,10 +26,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..output_files import write_file
 from .trace import Compute, TracedHop
 
 CODEC_BYTES = {"none": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes of an encoded element, for codecs whose speed is not known: they run at the rate of the memory."""
+NOT_PARSED = (json.JSONDecodeError, tomllib.TOMLDecodeError)
 WIDE_BYTES = 2.0
 """Bytes of an element in memory, for the same."""
 
@@ -157,7 +159,7 @@ class Hardware:
         return elements * (CODEC_BYTES[codec] + WIDE_BYTES) / (self.memory_gbyte_s * 1e9)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_file(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Hardware:
@@ -167,7 +169,7 @@ class Hardware:
             raw["codecs"] = {name: CodecSpeed(**speed) for name, speed in raw.get("codecs", {}).items()}
             raw["measured"] = {name: Cost(**cost) for name, cost in raw.get("measured", {}).items()}
             return cls(**raw)
-        except (TypeError, AttributeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        except (TypeError, AttributeError, UnicodeDecodeError, *NOT_PARSED) as error:
             names = ", ".join(entry.name for entry in dataclasses.fields(cls))
             raise ValueError(
                 f"{path} is no hardware file ({error}); expected JSON or TOML with {names}; "

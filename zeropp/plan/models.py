@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ class Model:
     name: str
     build: Callable[[], nn.Module]
     """Makes the whole model, on the device and in the mode of the moment."""
+    is_users: bool = False
+    """Whether a function of the user's makes it."""
 
 
 def resolve(spec: str) -> Model:
@@ -142,6 +146,8 @@ def _from_function(spec: str) -> Model:
             f"model is {spec!r}, but the module {module_name!r} cannot be imported ({error}); it must be on "
             "PYTHONPATH or in the current directory"
         ) from error
+    except Exception as error:
+        raise raised_by_user(spec, error) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise PlanError(f"model is {spec!r}, but {module_name} has no function {function_name!r}")
@@ -152,7 +158,20 @@ def _from_function(spec: str) -> Model:
             raise PlanError(f"{spec} returned a {type(model).__name__}; expected a torch.nn.Module")
         return model
 
-    return Model(spec, build)
+    return Model(spec, build, is_users=True)
+
+
+def raised_by_user(spec: str, error: Exception) -> Exception:
+    """An error in code of the user's, in one line; the error itself if no such code had a part in it."""
+    others = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}, line {error.lineno}"
+    if isinstance(error, PlanError) or not place:
+        return error
+    said, _, _ = str(error).strip().partition("\n")
+    return PlanError(f"model is {spec!r}, and it raised {type(error).__name__}: {said} ({place}); correct it")
 
 
 def _description(block: nn.Module) -> list[Any]:

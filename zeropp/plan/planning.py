@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+from .. import wording
 from ..strategies import DEFAULT, Strategy
+from ..wording import count
 from .dry_run import dry_run
 from .hardware import Hardware
 from .recommend import PLAIN, find_compared, rank, recommend, sensible_strategies
@@ -34,7 +36,7 @@ def make_plan(
     Args:
         scenario: the model, the ranks, the batch.
         hardware: what it runs on.
-        strategy: how to train, if `advise` does not ask for all of them.
+        strategy: how to train, if `advise` does not ask for all of them; plain FSDP2 is shown beside it.
         advise: compare all strategies that make sense, and say in words which to use.
         axes: also sweep over these links and numbers of nodes.
         full: dry-run all layers, where a few and multiplication would do.
@@ -43,16 +45,19 @@ def make_plan(
 
     @cache
     def trace_of(scenario: Scenario, strategy: Strategy) -> Trace:
-        on_progress(f"dry run: {strategy.title}, {scenario.nodes} x {scenario.ranks_per_node} ranks")
+        place = f"{count(scenario.nodes, 'node')} x {count(scenario.ranks_per_node, 'rank')}"
+        on_progress(f"dry run: {strategy.title}, {place}")
         return dry_run(scenario, strategy, full=full)
 
     def larger_batch(strategy: Strategy, times: int) -> Trace:
         return trace_of(replace(scenario, micro_batch=times * scenario.micro_batch), strategy)
 
-    strategies = [strategy]
+    strategies = list(dict.fromkeys([strategy, find_compared(PLAIN)]))
     if advise:
         strategies = sensible_strategies(scenario.nodes, scenario.ranks_per_node, scenario.micro_batches)
     ranked = rank({strategy: trace_of(scenario, strategy) for strategy in strategies}, hardware)
+    if not advise:
+        ranked.sort(key=lambda planned: planned.strategy != strategy)
     sentences = recommend(ranked, hardware, larger_batch) if advise else ()
     points: list[Point] = []
     if axes is not None:
@@ -68,8 +73,9 @@ def make_plan(
 
 
 def _subject(scenario: Scenario, parameters: int) -> str:
+    batch = f"{scenario.micro_batches} x {scenario.micro_batch} x {scenario.sequence}"
     return (
-        f"{scenario.model.name} ({parameters / 1e9:,.3g}B parameters), {scenario.nodes} nodes x "
-        f"{scenario.ranks_per_node} ranks, {scenario.micro_batches} x {scenario.micro_batch} x "
-        f"{scenario.sequence} tokens per rank and step, {scenario.compute}"
+        f"{scenario.model.name} ({wording.parameters(parameters)} parameters), "
+        f"{count(scenario.nodes, 'node')} x {count(scenario.ranks_per_node, 'rank')}, "
+        f"{batch} tokens per rank and step, {scenario.compute}"
     )

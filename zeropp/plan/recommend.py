@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..strategies import DEFAULT, STRATEGIES, Strategy
+from ..wording import size
 from .hardware import Hardware
+from .snippet import snippet
 from .timeline import Kind, Timeline, simulate
 from .trace import Trace
 
@@ -50,7 +52,7 @@ def find_compared(name: str) -> Strategy:
     """
     known = {strategy.name: strategy for strategy in COMPARED}
     if name not in known:
-        raise ValueError(f"config is {name!r}; expected one of {', '.join(known)}")
+        raise ValueError(f"strategy is {name!r}; expected one of {', '.join(known)}")
     return known[name]
 
 
@@ -71,10 +73,10 @@ class PlannedStrategy:
         return self.timeline.trace.memory.peak / GIB
 
     @property
-    def sent_gb(self) -> float:
-        """Gigabytes that a node sends to others in one step."""
+    def sent_bytes(self) -> float:
+        """What a node sends to others in one step."""
         trace = self.timeline.trace
-        return trace.ranks_per_node * sum(hop.across_bytes for hop in trace.hops()) / 1e9
+        return trace.ranks_per_node * sum(hop.across_bytes for hop in trace.hops())
 
 
 def rank(traces: Mapping[Strategy, Trace], hardware: Hardware) -> list[PlannedStrategy]:
@@ -110,11 +112,11 @@ def recommend(
         slower = slowest_link_as_fast(plain.timeline.trace, ours.timeline.trace, hardware)
         if slower is not None and slower < hardware.link_gbit_s:
             sentences.append(f"With links below {slower:,.3g} Gbit/s, {ours.strategy.title} would be faster.")
-        return tuple(sentences)
+        return (*sentences, *_in_a_script(plain.strategy, hardware))
     sentences = [_why(best, plain, hardware), *_what_would_change(best, plain, hardware)]
     if larger_batch is not None:
         sentences += _larger_batches(best.strategy, plain.strategy, hardware, larger_batch)
-    return (*sentences, *_do_not_fit(ranked, hardware))
+    return (*sentences, *_do_not_fit(ranked, hardware), *_in_a_script(best.strategy, hardware))
 
 
 def slowest_link_as_fast(plain: Trace, other: Trace, hardware: Hardware) -> float | None:
@@ -149,8 +151,8 @@ def _why(best: PlannedStrategy, plain: PlannedStrategy, hardware: Hardware) -> s
     speedup = plain.step_seconds / best.step_seconds
     return (
         f"Use {best.strategy.title}: {best.step_seconds * 1e3:,.0f} ms a step, {speedup:.2f}x as fast as "
-        f"{plain.strategy.title}{fits}. That one's step is {shares}; it sends {plain.sent_gb:,.1f} GB out of "
-        f"each node, this one {best.sent_gb:,.1f} GB, at {hardware.link_gbit_s:,.3g} Gbit/s."
+        f"{plain.strategy.title}{fits}. That one's step is {shares}; it sends {size(plain.sent_bytes)} "
+        f"out of each node, this one {size(best.sent_bytes)}, at {hardware.link_gbit_s:,.3g} Gbit/s."
     )
 
 
@@ -194,6 +196,16 @@ def _zeropp_does_not_help(plain: PlannedStrategy, best: PlannedStrategy) -> str:
 def _best_of_ours(ranked: Sequence[PlannedStrategy]) -> PlannedStrategy:
     ours = [one for one in ranked if one.strategy.name not in PLAIN_NAMES]
     return min(ours or ranked, key=lambda one: (not one.fits, one.step_seconds))
+
+
+def _in_a_script(strategy: Strategy, hardware: Hardware) -> list[str]:
+    sentences = [f"In your script: {snippet(strategy)}."]
+    if not hardware.codecs and strategy.config is not None:
+        sentences.append(
+            f"Speeds of codecs on {hardware.name} are estimates, the rate of its memory: nobody has measured "
+            "zeropp's kernels on a GPU."
+        )
+    return sentences
 
 
 def _does_not_fit(ranked: Sequence[PlannedStrategy], hardware: Hardware) -> tuple[str, ...]:

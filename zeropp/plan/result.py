@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..output_files import write_file
 from .hardware import Hardware
 from .recommend import PlannedStrategy
 from .sweep import Point
@@ -18,7 +19,7 @@ class Plan:
     """One line: the model, the ranks, the batch."""
     hardware: Hardware
     strategies: tuple[PlannedStrategy, ...]
-    """The best first."""
+    """The best first; without advice, the one that was asked for."""
     sentences: tuple[str, ...] = ()
     """The advice, if it was asked for."""
     points: tuple[Point, ...] = ()
@@ -34,13 +35,13 @@ class Plan:
         }
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        write_file(path, json.dumps(self.as_dict(), indent=1) + "\n")
 
 
 def _as_dict(planned: PlannedStrategy) -> dict[str, Any]:
     timeline, trace = planned.timeline, planned.timeline.trace
     return {
-        "row": planned.strategy.name,
+        "strategy": planned.strategy.name,
         "title": planned.strategy.title,
         "step_seconds": timeline.step_seconds,
         "phase_seconds": timeline.phase_seconds(),

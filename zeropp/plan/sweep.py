@@ -39,8 +39,8 @@ class Axes:
 class Point:
     """One strategy on one cluster."""
 
-    row: str
-    """The strategy's name."""
+    strategy: str
+    """Its name."""
     title: str
     nodes: int
     link_gbit_s: float

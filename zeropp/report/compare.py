@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 from statistics import mean
@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..train.metrics import FILE_NAME, Metrics
+from ..wording import count
 from .page import HEIGHT, Figures, graph_objects, page, table
 
 COLUMNS = (
@@ -33,6 +34,15 @@ EXPLANATION = (
     "zeropp keeps node shards, pending gradients and buffers"
 )
 MIB = 2**20
+MUST_MATCH: dict[str, Callable[[Metrics], object]] = {
+    "ranks": lambda run: run.info.ranks,
+    "nodes": lambda run: run.info.nodes,
+    "device": lambda run: run.info.device,
+    "parameters": lambda run: run.info.parameters,
+    "tokens per step": lambda run: run.steps[-1].tokens,
+    "last step": lambda run: run.steps[-1].step,
+}
+"""What a fair comparison has in common."""
 
 
 def read_runs(paths: list[Path]) -> dict[str, Metrics]:
@@ -78,6 +88,17 @@ def compare_table(runs: Mapping[str, Metrics]) -> Table:
     return shown
 
 
+def differences(runs: Mapping[str, Metrics]) -> list[str]:
+    """What is not the same in all runs, but for what zeropp sends: numbers side by side then mean less."""
+    told = []
+    for what, value_of in MUST_MATCH.items():
+        values = {name: value_of(run) for name, run in runs.items()}
+        if len(set(values.values())) > 1:
+            each = ", ".join(f"{name} {value}" for name, value in values.items())
+            told.append(f"not the same in all runs: {what} ({each})")
+    return told
+
+
 def loss_curves(runs: Mapping[str, Metrics], points: int = 8) -> Table:
     """Losses at a few steps, for the terminal; each the mean of the steps since the one before."""
     shown = Table(title="training loss, mean over the steps before")
@@ -100,6 +121,7 @@ def render_compare(runs: Mapping[str, Metrics]) -> str:
     sections = [
         "".join(f"<p>{escape(text)}</p>" for text in _describe(runs)),
         table(compare_lines(runs)),
+        "".join(f"<p>{escape(text)}.</p>" for text in differences(runs)),
         f'<p class="note">{escape(EXPLANATION)}.</p>',
         figures.add(_loss_figure(runs)),
         figures.add(_validation_figure(runs)),
@@ -115,8 +137,8 @@ def _describe(runs: Mapping[str, Metrics]) -> list[str]:
         versions = ", ".join(f"{package} {number}" for package, number in run.info.versions.items())
         sends = ", ".join(f"{key} {value}" for key, value in run.info.config["zeropp"].items())
         texts.append(
-            f"{name}: {run.info.parameters:,} parameters, {run.info.ranks} ranks on {run.info.nodes} nodes, "
-            f"{run.info.device}, {versions}; zeropp: {sends}"
+            f"{name}: {run.info.parameters:,} parameters, {count(run.info.ranks, 'rank')} on "
+            f"{count(run.info.nodes, 'node')}, {run.info.device}, {versions}; zeropp: {sends}"
         )
     return texts
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+from ..output_files import check_file
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; }
@@ -50,6 +54,17 @@ class Figures:
             full_html=False, include_plotlyjs=self._count == 1, div_id=f"figure-{self._count}"
         )
         return text
+
+
+def can_plot() -> bool:
+    """Whether plotly is there; a demonstration does without."""
+    return find_spec("plotly") is not None
+
+
+def check_page(path: Path) -> None:
+    """Raise unless a page can be made, and written there."""
+    check_file(path)
+    graph_objects()
 
 
 def graph_objects() -> Any:

@@ -14,13 +14,14 @@ from ..plan.result import Plan
 from ..plan.sweep import Point
 from ..plan.timeline import KINDS, Kind, Timeline
 from ..plan.trace import Phase
+from ..wording import size
 from .bench_tables import as_table
 from .page import HEIGHT, Figures, graph_objects, page, table
 
-COLUMNS = ("", "step ms", "tokens/s", "TFLOPs", "GB across", "memory GiB", "waits most for")
+COLUMNS = ("", "step ms", "tokens/s", "TFLOPs", "across", "memory GiB", "waits most for")
 EXPLANATION = (
-    "step: predicted time of an optimizer step. TFLOPs: per rank, recomputation included. GB across: sent by "
-    "a node to others in a step. The split of a step is its longest path: what it waits for, after overlap."
+    "step: predicted time of an optimizer step. TFLOPs: per rank, recomputation included. across: sent by a "
+    "node to others in a step. The split of a step is its longest path: what it waits for, after overlap."
 )
 COLORS: dict[Kind, str] = {
     "compute": "#4c78a8",
@@ -53,7 +54,7 @@ def strategy_lines(strategies: tuple[PlannedStrategy, ...]) -> list[list[str]]:
             f"{planned.step_seconds * 1e3:,.1f}",
             f"{planned.timeline.tokens_per_second:,.0f}",
             f"{planned.timeline.tflops:,.3g}",
-            f"{planned.sent_gb:,.3g}",
+            size(planned.sent_bytes),
             f"{planned.peak_gib:,.2f}" + ("" if planned.fits else " (does not fit)"),
             planned.timeline.bottleneck,
         ]
@@ -139,7 +140,9 @@ def timeline_figure(timeline: Timeline) -> Any:
                 base=[op.start * 1e3 for op, _ in bars],
                 text=[op.name for op, _ in bars],
                 textposition="none",
-                hovertemplate="%{text}<br>%{x:.2f} ms from %{base:.2f}",
+                customdata=[op.seconds * 1e3 for op, _ in bars],
+                # %{x} would be where the bar ends
+                hovertemplate="%{text}<br>%{customdata:.4f} ms from %{base:.4f}<extra></extra>",
                 orientation="h",
                 marker_color=COLORS[kind],
                 name=kind,

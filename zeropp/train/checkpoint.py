@@ -43,8 +43,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from ..output_files import make_folder
 from .world import World
 
+CHECKPOINTS = "checkpoints"
+"""The folder of them, in the folder of a run."""
 STATE_FILE, KEPT_FILE = "state.json", "zeropp-{rank}.pt"
 PARTIAL = ".partial"
 FORMAT = 1
@@ -67,7 +70,7 @@ Tensors = dict[str, Any]
 """Nested; all leaves are tensors."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OSError):
     """A checkpoint cannot be written or read."""
 
 
@@ -80,11 +83,12 @@ class Checkpoints:
         self._world = world
         self._group = dist.new_group(backend="gloo", group_desc="zeropp_checkpoints")
         self._writing: tuple[Path, Future[Any]] | None = None
-        if world.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            for left_over in folder.glob(f"step-*{PARTIAL}"):
-                shutil.rmtree(left_over)
-        dist.barrier(self._group)
+        world.first_does(self._prepare)
+
+    def _prepare(self) -> None:
+        make_folder(self.folder)
+        for left_over in self.folder.glob(f"step-*{PARTIAL}"):
+            shutil.rmtree(left_over)
 
     def last(self) -> Path | None:
         """The newest whole one, as the first rank sees it."""
@@ -92,7 +96,7 @@ class Checkpoints:
         return None if step < 0 else self.path_of(step)
 
     def path_of(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.folder / name_of(step)
 
     def save(
         self, step: int, tensors: Tensors, state: dict[str, Any], kept: Mapping[str, Any] | None = None
@@ -132,7 +136,9 @@ class Checkpoints:
             if self._world.is_first:
                 self._complete(path)
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{path} could not be written; older ones are whole. {error}") from error
+            raise CheckpointError(
+                f"{path} could not be written: {_reason(error)}. Older ones are whole"
+            ) from error
 
     def load(self, path: Path, tensors: Tensors) -> None:
         """Fill `tensors`, which may be sharded in another way than those that were saved."""
@@ -141,7 +147,10 @@ class Checkpoints:
     def load_kept(self, path: Path) -> dict[str, Any] | None:
         """What `save` got as `kept` on this rank; None if it was nothing."""
         file = path / KEPT_FILE.format(rank=self._world.rank)
-        return torch.load(file, weights_only=True) if file.exists() else None
+        try:
+            return torch.load(file, weights_only=True) if file.exists() else None
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read: {file.name}: {_reason(error)}") from error
 
     def _complete(self, path: Path) -> None:
         """See [Note: Whole or not at all]."""
@@ -154,31 +163,64 @@ class Checkpoints:
             shutil.rmtree(self.path_of(step))
 
 
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """
+    >>> step_of("step-00000200"), step_of("step-00000300.partial")
+    (200, None)
+    """
+    match = re.fullmatch(r"step-(\d{8,})", name)
+    return None if match is None else int(match[1])
+
+
 def steps_in(folder: Path) -> list[int]:
     """Steps that whole checkpoints were saved after."""
-    matches = [re.fullmatch(r"step-(\d{8,})", entry.name) for entry in folder.glob("step-*")]
-    return [int(match[1]) for match in matches if match is not None]
+    steps = (step_of(entry.name) for entry in folder.glob("step-*"))
+    return [step for step in steps if step is not None]
 
 
 def read_tensors(path: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> None:
     """Fill `tensors`; all ranks of the group call it, or a process that has no ranks around it."""
+    reader = _Reader(path)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
-            load(tensors, storage_reader=_Reader(path), process_group=group)
+            load(tensors, storage_reader=reader, process_group=group)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{path} could not be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What is not a tensor."""
+def read_state(path: Path, *keys: str) -> dict[str, Any]:
+    """What is not a tensor; these keys must be there."""
     try:
         state = json.loads((path / STATE_FILE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is no checkpoint of zeropp train: {STATE_FILE}: {error}") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint of zeropp train: {STATE_FILE}: {error.strerror}"
+        ) from None
+    except ValueError as error:  # not JSON, or not text
+        raise CheckpointError(f"{path} cannot be read: {STATE_FILE}: {error}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path / STATE_FILE} has another format than {FORMAT}: of another version?")
+    if missing := [key for key in keys if key not in state]:
+        raise CheckpointError(f"{path} cannot be read: {STATE_FILE} has no {missing[0]!r}")
     return state
+
+
+def _reason(error: BaseException) -> str:
+    """In one line. DCP's error has a traceback for each rank; torch.load's advises to run what is in the
+    file."""
+    if isinstance(error, CheckpointException) and error.failures:
+        _, (error, _) = min(error.failures.items())
+    if isinstance(error, (pickle.UnpicklingError, EOFError)) or "PytorchStreamReader" in str(error):
+        return "a file of it is damaged"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    first_line, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first_line}"
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -195,14 +237,25 @@ class MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in UNPICKLED:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which has no place there")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there")
 
 
 class _Reader(FileSystemReader):
+    """Has read the index before DCP asks for it: that one logs an error, and looks for one of each rank."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            with (path / ".metadata").open("rb") as file:
+                metadata = MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}")
+            self._metadata = metadata
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: .metadata: {error.strerror}") from None
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(f"{path} cannot be read: .metadata is damaged: {error}") from error
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"its .metadata is {type(metadata).__name__}; expected Metadata")
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata

@@ -20,15 +20,15 @@ from ..models.loading import ModelConfig
 from .data import DataConfig
 from .read_config import read
 
-Preset = Literal["default", "four_bit", "paper", "wire16", "off", "auto"]
+Preset = Literal["default", "four-bit", "paper", "wire16", "fsdp2", "auto"]
 PRESETS: dict[str, Callable[..., Config]] = {
     "default": Config,
-    "four_bit": Config.four_bit,
+    "four-bit": Config.four_bit,
     "paper": Config.paper,
     "wire16": Config.wire16,
-    "off": Config.off,
+    "fsdp2": Config.off,
 }
-"""All but "auto", which no key can change."""
+"""By the names of strategies.py: all but "auto", which no key can change."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,10 @@ class TokenFiles:
         self._files = files
         self._open = lru_cache(OPEN_FILES)(lambda index: np.load(self._files[index], mmap_mode="r"))
         for index, file in enumerate(files):
-            tokens = self._open(index)  # np.load refuses pickled objects
+            try:
+                tokens = self._open(index)  # np.load refuses pickled objects
+            except (OSError, ValueError, EOFError):
+                raise ValueError(f"{file} cannot be read; expected token ids that np.save wrote") from None
             if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
                 raise ValueError(
                     f"{file} holds {tokens.dtype} of shape {tokens.shape}; expected token ids: integers in "
@@ -83,7 +86,14 @@ class DatasetRows:
         import pyarrow.compute as arrow  # type: ignore[import-untyped]
         from datasets import Dataset, load_from_disk  # type: ignore[import-untyped]
 
-        dataset = load_from_disk(folder)
+        try:
+            dataset = load_from_disk(folder)
+        except Exception as error:  # of files that may hold anything
+            said, _, _ = str(error).strip().partition("\n")
+            raise ValueError(
+                f"'hf:{folder}' cannot be read ({said}); expected a folder that a dataset was saved to with "
+                "save_to_disk"
+            ) from error
         if not isinstance(dataset, Dataset):
             raise ValueError(
                 f"'hf:{folder}' holds the splits {', '.join(dataset)}; name the folder of one, such as "

@@ -20,7 +20,7 @@ from .config import Preset
 from .metrics import FILE_NAME
 
 NODES, RANKS_PER_NODE = 2, 2
-RUNS: dict[str, Preset] = {"plain FSDP2": "off", "zeropp": "default"}
+RUNS: dict[str, Preset] = {"plain FSDP2": "fsdp2", "zeropp": "default"}
 """Names of the two runs, and what they send."""
 SIZE = ("--model.layers", "3", "--model.width", "128", "--model.heads", "4", "--batch.sequence", "64")
 """About 0.7M parameters, for two cores that four ranks share."""
@@ -130,8 +130,7 @@ def replace_folders(folders: Collection[Path]) -> None:
 
 def _raise_unless_ours(folder: Path) -> None:
     """Nothing is deleted that no demonstration has made: `--folder .` in a clone has the package in it."""
-    is_ours = any((folder / name).is_file() for name in (MARK, FILE_NAME))
-    if folder.is_dir() and any(folder.iterdir()) and not is_ours:
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(
             f"{folder} is not of an earlier demonstration, and would be replaced; expected a --folder for "
             "the demonstration alone, like runs/demo"

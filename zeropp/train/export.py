@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ..models.gpt import GPT, GPTConfig
 from ..models.loading import HuggingFaceLM, build_model
+from ..output_files import make_folder
 from .checkpoint import read_state, read_tensors
 from .config import read_run
 
@@ -58,8 +59,7 @@ def export(model: nn.Module, folder: Path) -> None:
     weights: dict[str, Any] = get_model_state_dict(model, options=options)  # empty, but for rank 0
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty; export to a new folder")
+    _raise_unless_new(folder)
     if isinstance(model, GPT):
         config: PreTrainedConfig = llama_config(model.config)
         weights = {llama_name(name): weight for name, weight in weights.items()}
@@ -73,12 +73,19 @@ def export(model: nn.Module, folder: Path) -> None:
 
 def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     """Export a checkpoint of `zeropp train`, in one process without ranks."""
-    run = read_run(read_state(checkpoint)["run"])
+    _raise_unless_new(folder)
+    make_folder(folder)
+    run = read_run(read_state(checkpoint, "run")["run"])
     model = build_model(run.model, run.seed)
     weights = get_model_state_dict(model)
     read_tensors(checkpoint, {"model": weights})
     model.load_state_dict(weights)
     export(model, folder)
+
+
+def _raise_unless_new(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; export to a new folder")
 
 
 def _save(config: PreTrainedConfig, weights: dict[str, Tensor], folder: Path) -> None:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import __version__
 from ..peak_memory import PeakMemory
-from .checkpoint import Checkpoints, read_state, steps_in
+from .branch import keep_branch
+from .checkpoint import (
+    CHECKPOINTS,
+    CheckpointError,
+    Checkpoints,
+    name_of,
+    read_state,
+    step_of,
+    steps_in,
+)
 from .config import Run
 from .peak_flops import peak_flops
 from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
@@ -22,6 +31,8 @@ from .stop import StopRequest
 from .trainer import DivergedError, Trainer
 from .world import World
 
+STATE_KEYS = ("step", "run", "data", "ranks")
+"""What `_save` writes beside tensors."""
 MUST_MATCH = ("model", "data", "seed")
 """Parts of the configuration that must be the same when a run resumes; others may change, which is noted."""
 
@@ -43,28 +54,39 @@ def train(run: Run, world: World, listeners: Sequence[Listener] = ()) -> Summary
 class _Loop:
     def __init__(self, run: Run, world: World, listeners: Sequence[Listener], stop: StopRequest) -> None:
         self.run, self.world, self.listeners, self.stop = run, world, listeners, stop
-        self.checkpoints = Checkpoints(run.folder / "checkpoints", run.checkpoint.keep, world)
-        checkpoint = _find_checkpoint(run, self.checkpoints, world)
-        state = None if checkpoint is None else read_state(checkpoint)
-        notes = [] if state is None else _check_same_run(state["run"], _plain(run))
-        self.memory = PeakMemory(world.device)
-        self.trainer = Trainer(run, world)
+        self.checkpoints = Checkpoints(run.folder / CHECKPOINTS, run.checkpoint.keep, world)
         self.saved_step = 0
-        if checkpoint is not None and state is not None:
-            notes += self._load(checkpoint, state)
-            notes = [f"goes on after step {state['step']} from {checkpoint}", *notes]
+        checkpoint = _find_checkpoint(run, self.checkpoints, world)
+        with _advice_if_damaged(checkpoint):
+            state = None if checkpoint is None else read_state(checkpoint, *STATE_KEYS)
+            notes = [] if state is None else _check_same_run(state["run"], _plain(run))
+            self.memory = PeakMemory(world.device)
+            self.trainer = Trainer(run, world)
+            if checkpoint is not None and state is not None:
+                notes += self._load(checkpoint, state)
         self.search = self.trainer.zpp.search
         self.has_chosen = self.search is None or self.search.chosen is not None
         if self.search is not None:
             notes.append(self.search.describe())
         self.first_step = self.trainer.steps_done + 1
         self.peak_flops, note = peak_flops(run.logging.peak_tflops, world.device)
-        for listener in listeners:
-            listener.on_start(self._info())
-            for text in [*notes, note]:
-                listener.on_note(text)
+        if self.is_done:  # the record of the run stays what it is
+            self._tell("on_note", _nothing_to_do(run, self.trainer.steps_done))
+            return
+        if checkpoint is not None:
+            notes = [f"goes on after step {self.saved_step} from {checkpoint}", *notes]
+            notes += self._keep_branch(checkpoint)
+        self._tell("on_start", self._info())
+        for text in [*notes, note]:
+            self._tell("on_note", text)
+
+    @property
+    def is_done(self) -> bool:
+        return self.trainer.steps_done >= self.run.steps
 
     def train(self) -> Summary:
+        if self.is_done:
+            return self._summary()
         try:
             is_stopped = self._train_and_save()
         except DivergedError:
@@ -81,12 +103,12 @@ class _Loop:
     def _train_and_save(self) -> bool:
         """Up to the last step, or to a signal: then True."""
         is_stopped = False
-        while self.trainer.steps_done < self.run.steps and not is_stopped:
+        while not self.is_done and not is_stopped:
             is_first = self.trainer.steps_done == self.first_step - 1
             is_stopped = self._step()
             if is_first:
                 self.memory.restart()  # it compiled kernels, and took memory for that
-            step, is_last = self.trainer.steps_done, self.trainer.steps_done == self.run.steps
+            step, is_last = self.trainer.steps_done, self.is_done
             if is_last or _is_due(step, self.run.evaluation.every):
                 self._evaluate()
             if is_last or is_stopped or _is_due(step, self.run.checkpoint.every):
@@ -146,6 +168,17 @@ class _Loop:
             return []
         return ["no state of zeropp for these ranks: weights are sent anew, and kept errors start at zero"]
 
+    def _keep_branch(self, checkpoint: Path) -> list[str]:
+        """See branch.py. Returns what a user should know, on the first rank."""
+        notes = []
+
+        def keep() -> None:
+            if branch := keep_branch(self.run.folder, checkpoint, self.saved_step):
+                notes.append(f"what was there beyond that step is kept in {branch}")
+
+        self.world.first_does(keep)
+        return notes
+
     def _info(self) -> RunInfo:
         return RunInfo(
             config=_plain(self.run),
@@ -153,7 +186,7 @@ class _Loop:
             ranks=self.world.size,
             nodes=self.trainer.zpp.nodes,
             device=_device_name(self.world.device),
-            versions={name: version(name) for name in ("zeropp", "torch")},
+            versions={"zeropp": __version__, "torch": str(torch.__version__)},
             first_step=self.first_step,
         )
 
@@ -161,7 +194,7 @@ class _Loop:
         peak, kept = self.world.max(self.memory.bytes, self.trainer.zpp.communication_bytes)
         return Summary(
             step=self.trainer.steps_done,
-            is_complete=self.trainer.steps_done == self.run.steps,
+            is_complete=self.is_done,
             peak_bytes=round(peak),
             communication_bytes=round(kept),
             checkpoint=str(self.checkpoints.path_of(self.saved_step)),
@@ -185,6 +218,26 @@ def _find_checkpoint(run: Run, checkpoints: Checkpoints, world: World) -> Path |
     if not Path(run.resume).is_dir():
         raise ResumeError(f"resume is {run.resume!r}; expected 'auto', 'never' or the folder of a checkpoint")
     return Path(run.resume)
+
+
+@contextmanager
+def _advice_if_damaged(checkpoint: Path | None) -> Iterator[None]:
+    """Adds what to do to an error of reading the checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        assert checkpoint is not None
+        step = step_of(checkpoint.name)
+        older = [found for found in steps_in(checkpoint.parent) if step is not None and found < step]
+        advice = "Expected --resume auto, never, or the folder of a checkpoint; another --folder starts anew"
+        if older:
+            path = checkpoint.with_name(name_of(max(older)))
+            advice = f"The one before it was written whole; to go on from that: --resume {path}"
+        raise CheckpointError(f"{error}. {advice}") from error
+
+
+def _nothing_to_do(run: Run, step: int) -> str:
+    return f"nothing to do: step {step} of {run.steps} is done already; --steps with more goes on from there"
 
 
 def _check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..output_files import write_file
 from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
 
 FILE_NAME = "metrics.jsonl"
@@ -82,6 +83,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         texts = path.read_text().splitlines(keepends=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); expected a metrics.jsonl") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} cannot be read ({error}); expected a metrics.jsonl") from None
     lines = []
     for number, text in enumerate(texts, 1):
         if not text.endswith("\n"):
@@ -105,6 +108,4 @@ def _record(kind: type[R], line: dict[str, Any], path: Path) -> R:
 
 def _drop_steps_from(path: Path, first_step: int) -> None:
     kept = [line for line in _lines(path) if line.get("step", 0) < first_step]
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    new.replace(path)  # whole, or as it was
+    write_file(path, "".join(json.dumps(line) + "\n" for line in kept))

@@ -7,6 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..wording import count
 from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
 
 MIB = 2**20
@@ -88,8 +89,8 @@ class LiveProgress(Listener):
 
 
 def describe(info: RunInfo) -> str:
-    nodes = f"{info.ranks} ranks on {info.nodes} node{'s' if info.nodes > 1 else ''}"
-    return f"{info.parameters:,} parameters, {nodes}, {info.device}"
+    ranks = f"{count(info.ranks, 'rank')} on {count(info.nodes, 'node')}"
+    return f"{info.parameters:,} parameters, {ranks}, {info.device}"
 
 
 def figures(record: StepRecord) -> str:

@@ -26,7 +26,7 @@ from .data import open_data
 from .world import World, seed_step
 
 
-class DivergedError(RuntimeError):
+class DivergedError(FloatingPointError):
     """The loss or the gradients are not finite; raised on every rank, before the weights are touched."""
 
 

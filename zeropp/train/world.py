@@ -8,8 +8,8 @@ start of each. So no state of a random generator is saved, and a resumed run dra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -19,6 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+FIRST_HAS_SECONDS = 5.0
+"""How long other ranks wait for the first one to tell of an error."""
+TOLD = "zeropp: a rank has told of an error"
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,30 @@ class World:
         tensor = torch.tensor(value, dtype=torch.int64, device=self.device)
         dist.broadcast(tensor, src=0)
         return int(tensor.item())
+
+    def first_does(self, work: Callable[[], object]) -> None:
+        """Let the first rank do it. Every rank raises if it fails, so none is left waiting for others."""
+        failure: list[ValueError | OSError | None] = [None]
+        if self.is_first:
+            try:
+                work()
+            except (ValueError, OSError) as error:
+                failure = [error]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise failure[0]
+
+    def is_to_tell(self) -> bool:
+        """Whether it is for this rank to tell the user of an error that it has. One rank does: the first, or,
+        if it has none for some seconds, another. Ranks that fail because that one is gone stay silent."""
+        store = _get_default_store()
+        if not self.is_first:
+            with suppress(RuntimeError):  # the first has nothing to tell
+                store.wait([TOLD], timedelta(seconds=FIRST_HAS_SECONDS))
+        try:
+            return store.add(TOLD, 1) == 1
+        except RuntimeError:  # the store is gone: better told twice than not at all
+            return True
 
     def _reduce(self, values: tuple[Tensor | float, ...], op: dist.ReduceOp.RedOpType) -> list[float]:
         parts = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
