@@ -57,7 +57,13 @@ def test_a_small_benchmark_measures_every_strategy() -> None:
 
 def test_a_strategy_that_chooses_does_so_before_it_is_measured() -> None:
     settings = Settings(
-        link="1gbit", micro_batches=(1,), strategies=("auto",), rounds=1, loss_steps=0, workload=TINY
+        ranks_per_node=1,
+        link="1gbit",
+        micro_batches=(1,),
+        strategies=("auto",),
+        rounds=1,
+        loss_steps=0,
+        workload=TINY,
     )
     (cell,) = run_bench(settings, lambda what, share: None).cells
     assert len(cell.chosen) == 1
