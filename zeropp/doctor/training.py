@@ -1,0 +1,296 @@
+"""A small GPT under every preset, against plain FSDP2 and against itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F  # noqa: N812
+
+from .. import Config, StaleWeightsError, ZeroPP, apply
+from ..models.gpt import GPT, GPTConfig
+from ..models.sharding import shard
+from .check import Check, Finding, Settings, Visit
+
+SMALL = GPTConfig(layers=2, width=64, heads=2, context=32)
+STEPS, MICRO_BATCHES, SEQUENCES = 4, 2, 2
+LEARNING_RATE = 1e-3
+LOSS_TOLERANCE = 0.05
+"""How far a preset's loss may be from plain FSDP2's after these steps. It begins at 5.5."""
+GRADIENT_TOLERANCE = 0.35
+"""How far a preset's gradients may be from the mean, relative to it: four bits are. A sum that should be a
+mean, or another rank's row, is off by 1 or more."""
+EXACT_TOLERANCE = 1e-5
+"""The same, for gradients that are sent as fp32."""
+
+
+def checks(settings: Settings) -> Iterator[Check]:
+    yield Check(
+        "training",
+        "Config.off() is plain FSDP2",
+        f"{STEPS} steps with each: losses and weights, bit for bit",
+        _off_is_plain,
+    )
+    yield Check(
+        "training",
+        "the node shard changes nothing",
+        f"{STEPS} steps with and without it: losses and weights, bit for bit",
+        _node_shard_changes_nothing,
+    )
+    for name, config in settings.presets().items():
+        yield Check(
+            "training",
+            f"{name} trains",
+            f"{STEPS} steps, as plain FSDP2; gradients against their mean; a NaN on the last rank",
+            partial(_trains, config),
+        )
+    yield Check(
+        "training",
+        "changed weights are noticed",
+        "changes weights in place, which must be sent anew, and behind FSDP2's back, which must raise",
+        _changes_are_noticed,
+    )
+    yield Check(
+        "training",
+        "remove() gives all memory back",
+        "counts the bytes of all tensors before apply() and after remove()",
+        _memory_comes_back,
+    )
+
+
+@dataclass
+class Training:
+    """The small GPT, in training."""
+
+    visit: Visit
+    config: Config | None
+    """None: plain FSDP2."""
+
+    def __post_init__(self) -> None:
+        mesh = self.visit.world.mesh
+        with torch.device("meta"):
+            model = GPT(SMALL)
+        self.model = shard(model, mesh, precision="fp32")
+        self.zpp: ZeroPP | None = None if self.config is None else apply(self.model, self.config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self._batches = batches(self.visit)
+
+    def backward(self, factor: float = 1.0) -> float:
+        """Forward and backward of a step; the loss of this rank."""
+        total = 0.0
+        for micro_batch in range(MICRO_BATCHES):
+            is_last = micro_batch == MICRO_BATCHES - 1
+            if self.zpp is not None:
+                self.zpp.set_requires_cross_node_sync(is_last)
+            else:
+                cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
+            loss = loss_of(self.model, next(self._batches)) / MICRO_BATCHES
+            (loss * factor).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        loss = self.backward()
+        self.optimizer.step()
+        return loss
+
+    def run(self) -> list[Tensor]:
+        """All steps: the losses of this rank, and its weights after them."""
+        losses = [self.step() for _ in range(STEPS)]
+        return [torch.tensor(losses, dtype=torch.float64), *(_local(p) for p in self.model.parameters())]
+
+    def gradients(self) -> list[Tensor]:
+        """Of the whole model, on every rank."""
+        return [cast(Any, p.grad).full_tensor() for p in self.model.parameters()]
+
+
+def batches(visit: Visit) -> Iterator[Tensor]:
+    """Endless, and others on every rank."""
+    generator = torch.Generator().manual_seed(visit.world.rank)
+    while True:
+        tokens = torch.randint(SMALL.vocab_size, (SEQUENCES, SMALL.context + 1), generator=generator)
+        yield tokens.to(visit.world.device)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _local(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local()
+    return part.detach().clone()
+
+
+def _off_is_plain(visit: Visit) -> Finding:
+    return _compare(visit, None, visit.settings.presets()["Config.off()"], "plain FSDP2")
+
+
+def _node_shard_changes_nothing(visit: Visit) -> Finding:
+    if visit.topology.is_one_node:
+        return Finding("not run", "there is no node shard: all ranks are on one node", "run it on two nodes")
+    config = visit.settings.presets()["Config()"]
+    return _compare(visit, config, replace(config, secondary=False), "Config()")
+
+
+def _compare(visit: Visit, first: Config | None, second: Config, name: str) -> Finding:
+    """Whether both train alike: to the last bit, or as far as one of them does so twice."""
+    expected, again = Training(visit, first).run(), Training(visit, first).run()
+    seen = Training(visit, second).run()
+    own, difference = _distance(expected, again), _distance(expected, seen)
+    if difference > own:
+        return Finding(
+            "fault", f"differ by {difference:.2g}; two runs of {name} by {own:.2g}", "report it with this table"
+        )
+    if own == 0.0:
+        return Finding("ok", "losses and weights are the same to the last bit")
+    return Finding("ok", f"differ by {difference:.2g}, which is no more than {name} from itself, {own:.2g}")
+
+
+def _distance(first: list[Tensor], second: list[Tensor]) -> float:
+    """The largest difference of any element."""
+    pairs = zip(first, second, strict=True)
+    return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+
+
+def _trains(config: Config, visit: Visit) -> Finding:
+    plain, training = Training(visit, None), Training(visit, config)
+    rotten, plain_rotten = Training(visit, config), Training(visit, None)
+    training.backward()
+    error = _relative_error(training.gradients(), mean_gradients(visit))
+    allowed = EXACT_TOLERANCE if config.gradients_across == "none" else GRADIENT_TOLERANCE
+    if not error < allowed:
+        return Finding("fault", f"gradients are off their mean by {error:.2g} of it", "do not train with it")
+    lost = _lost_nans(visit, rotten, plain_rotten)
+    if lost:
+        return Finding(
+            "fault", f"{lost} gradients that are NaN under plain FSDP2 are not", "loss scaling needs them"
+        )
+    losses = Training(visit, config).run()[0]
+    expected = plain.run()[0]
+    (far,) = visit.world.max(float((losses - expected).abs().max()))
+    if not far < LOSS_TOLERANCE:
+        return Finding("fault", f"the loss is off plain FSDP2's by {far:.3g}", "do not train with it")
+    return Finding("ok", f"loss within {far:.1g}, gradients within {error:.1g} of plain; NaN arrives")
+
+
+def mean_gradients(visit: Visit) -> list[Tensor]:
+    """What one step's gradients must be: by one whole model on each rank, and a sum in fp64."""
+    model = GPT(SMALL).to(visit.world.device)
+    with torch.device(visit.world.device):
+        model.reset_parameters()
+    data = batches(visit)
+    for _ in range(MICRO_BATCHES):
+        (loss_of(model, next(data)) / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
+    means = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        mean = parameter.grad.double()
+        dist.all_reduce(mean)
+        means.append(mean / visit.world.size)
+    return means
+
+
+def _relative_error(seen: list[Tensor], expected: list[Tensor]) -> float:
+    """Of all gradients together: the length of the difference, over the length."""
+    pairs = list(zip(seen, expected, strict=True))
+    difference = sum(float((a.double() - b).square().sum()) for a, b in pairs)
+    return float((difference / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5)
+
+
+def _lost_nans(visit: Visit, rotten: Training, plain: Training) -> int:
+    """How many gradients are finite though they should not be, after one rank's loss was NaN."""
+    factor = float("nan") if visit.world.rank == visit.world.size - 1 else 1.0
+    for training in (rotten, plain):
+        training.backward(factor)
+    pairs = zip(rotten.gradients(), plain.gradients(), strict=True)
+    return sum(int((expected.isnan() & ~seen.isnan()).sum()) for seen, expected in pairs)
+
+
+def _changes_are_noticed(visit: Visit) -> Finding:
+    if visit.topology.is_one_node:
+        return Finding("not run", "nothing is kept that could be stale: all ranks are on one node")
+    training = Training(visit, visit.settings.presets()["Config()"])
+    zpp, model = training.zpp, training.model
+    assert zpp is not None
+    training.step()
+    tokens = next(batches(visit))
+    before = _evaluate(model, tokens)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    after = _evaluate(model, tokens)
+    zpp.invalidate()
+    if after != _evaluate(model, tokens) or after == before:
+        return Finding("fault", "weights that were changed in place are not sent anew", "call invalidate()")
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    if not _raises_when_stale(cast(FSDPModule, cast(Any, model).blocks[0]), zpp):
+        return Finding(
+            "fault", "weights that were changed behind FSDP2's back raise nothing", "call invalidate()"
+        )
+    return Finding("ok", "changed in place: sent anew; behind FSDP2's back: StaleWeightsError")
+
+
+def _evaluate(model: nn.Module, tokens: Tensor) -> float:
+    with torch.no_grad():
+        return float(loss_of(model, tokens))
+
+
+def _raises_when_stale(unit: FSDPModule, zpp: ZeroPP) -> bool:
+    """Gathers one unit, which changed on all ranks. A CPU raises there; a device with streams is asked for
+    what it has found by `summary()`, after the gather, so that no rank is left alone in one."""
+    try:
+        unit.unshard()
+        zpp.summary()
+    except StaleWeightsError:
+        return True
+    return False
+
+
+def _memory_comes_back(visit: Visit) -> Finding:
+    training = Training(visit, None)
+    with _settled(training):
+        training.step()
+    before = live_bytes(visit.world.device)
+    with _settled(training):
+        training.zpp = apply(training.model, visit.settings.presets()["Config.four_bit()"])
+        for _ in range(2):
+            training.step()
+        during = training.zpp.communication_bytes
+        training.zpp.remove()
+        training.zpp = None
+    after = live_bytes(visit.world.device)
+    if after != before:
+        return Finding("fault", f"{after - before:,} bytes more than before, of {during:,}", "report it")
+    return Finding("ok", f"{before:,} bytes before and after; {during:,} were kept in between")
+
+
+@contextmanager
+def _settled(training: Training) -> Iterator[None]:
+    """Afterwards there are no gradients and no garbage."""
+    yield
+    training.optimizer.zero_grad()
+    gc.collect()
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of all tensors that there are: from the allocator, or, on a CPU, of all that Python knows."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), Tensor) and found.device == device and found.layout == torch.strided:
+            if type(found) in (Tensor, nn.Parameter):
+                storage = found.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
