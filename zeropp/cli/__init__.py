@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "demo",
     "compare": "compare",
     "export": "export",
+    "doctor": "doctor",
     "plan": "plan",
     "lab run": "lab_run",
     "lab bench": "lab_bench",

@@ -72,7 +72,7 @@ class Settings:
 
     def presets(self) -> dict[str, Config]:
         """Every preset, by what a user writes for it."""
-        node_size = "auto" if self.node_size is None else self.node_size
+        node_size: int | Literal["auto"] = self.node_size or "auto"
         return {
             "Config.off()": Config.off(node_size=node_size),
             "Config.wire16()": Config.wire16(node_size=node_size),
@@ -82,7 +82,22 @@ class Settings:
         }
 
 
-@dataclass
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step of one way to train took."""
+
+    name: str
+    milliseconds: float
+    speedup: float
+    """Throughput, relative to plain FSDP2."""
+    across_bytes: float | None
+    """Sent from a node to others in a step; None: nobody counted."""
+    hidden: float | None
+    """Share of its communication, as long as that would take by itself, which the step does not show. None:
+    not known."""
+
+
+@dataclass(eq=False)  # one is not another
 class Visit:
     """What all checks share."""
 
@@ -94,10 +109,10 @@ class Visit:
     """How long ranks wait for each other in the job's process groups."""
     hardware: Hardware | None = None
     """What the speed part measured."""
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    """Step times that the speed part measured, a line for each way to train."""
+    steps: list[StepTime] = field(default_factory=list)
+    """The same: a line for each way to train."""
     advice: list[str] = field(default_factory=list)
-    """In words, at the end."""
+    """What to do about speed, in words."""
 
     @classmethod
     def begin(cls, settings: Settings, timeout_seconds: float) -> Visit:

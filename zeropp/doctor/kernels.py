@@ -38,7 +38,7 @@ def checks() -> Iterator[Check]:
         yield Check(
             "kernels",
             f"int{bits}",
-            "encode, decode, decode_sum and recode, plain, rotated and rounding at random, against plain torch",
+            "encode, decode, decode_sum and recode, also rotated and rounding at random, against plain torch",
             partial(_same_bits, bits),
             communicates=False,
             needs_ranks=False,
@@ -71,7 +71,9 @@ def _same_bits(bits: int, visit: Visit) -> Finding:
                 for wrong in (case.encode(), *case.decode(), *case.recode()):
                     compared += 1
                     if wrong is not None:
-                        return Finding("fault", wrong, "report it with this table; Config.off() is not affected")
+                        return Finding(
+                            "fault", wrong, "report it with this table; Config.off() is not affected"
+                        )
     name = "plain torch itself" if implementation is reference else "the kernels"
     return Finding("ok", f"{compared} results of {name} are the same to the last bit")
 
@@ -150,14 +152,20 @@ class _Case:
         at, gap = int(different[0]), _gap(seen.dtype)
         row, column = divmod(at - gap, width + gap)
         unit = "byte" if seen.dtype == torch.uint8 else "element"
-        where = f"{unit} {column} of row {row}" if 0 <= column < width else f"{unit} {at}, outside of its rows,"
-        name = f"int{self._fmt.bits}" + (", rotated" if self._fmt.rotate else "")
-        name += ", stochastic" if self._fmt.stochastic else ""
+        where = f"{unit} {column} of row {row}"
+        if not 0 <= column < width:
+            where = f"{unit} {at} of the buffer, outside of its rows,"
+        name = _name(f"int{self._fmt.bits}", self._dtype, self._fmt.rotate, self._fmt.stochastic)
         return (
-            f"{operation} ({name}, blocks of {self._fmt.block_size}, {str(self._dtype).removeprefix('torch.')}, "
-            f"{self._rows} rows of {self._numel}): {where} is {seen[at].item()}, expected "
-            f"{expected[at].item()}; {len(different)} of {seen.numel()} differ"
+            f"{operation} of {name}, {self._rows} rows of {self._numel} in blocks of {self._fmt.block_size}: "
+            f"{where} is {seen[at].item()}, expected {expected[at].item()}; {len(different)} of {seen.numel()} "
+            "differ"
         )
+
+
+def _name(codec: str, dtype: torch.dtype, rotate: bool, stochastic: bool) -> str:
+    options = (", rotated" if rotate else "") + (", stochastic" if stochastic else "")
+    return f"{codec} ({str(dtype).removeprefix('torch.')}{options})"
 
 
 def awkward(rows: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -219,16 +227,16 @@ def _not_finite(visit: Visit) -> Finding:
             codec.decode(encoded, decoded)
             finite = decoded.isfinite()[0].cpu()
             tried += 1
-            codec_name = f"{name}{', rotated' if rotate else ''}{', stochastic' if stochastic else ''}"
             if finite[block + 7]:
                 return Finding(
                     "fault",
-                    f"{codec_name} of {str(dtype).removeprefix('torch.')}: {value} at element {block + 7} comes "
-                    f"back as {decoded[0, block + 7].item()}",
+                    f"{_name(name, dtype, rotate, stochastic)}: {value} at element {block + 7} comes back as "
+                    f"{decoded[0, block + 7].item()}",
                     "loss scaling would miss overflows: use Config.off(), and report it",
                 )
             if not (finite[:block].all() and finite[2 * block :].all()):
-                return Finding("fault", f"{codec_name}: {value} spreads to other blocks", "report it")
+                saw = f"{_name(name, dtype, rotate, stochastic)}: {value} spreads to other blocks"
+                return Finding("fault", saw, "use Config.off(), and report it")
     return Finding("ok", f"{tried} arrived where they belong, and nowhere else")
 
 

@@ -7,9 +7,9 @@ import importlib.util
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -179,8 +179,8 @@ def _judge_places(everyone: Sequence[Place]) -> Finding:
         if strangers:
             return Finding(
                 "fault",
-                f"{name_ranks(strangers)} was put on node {node}, with {name_ranks(ranks)}, and is on another "
-                f"machine ({everyone[0].told_by})",
+                f"node {node} is {name_ranks(ranks)}, by {everyone[0].told_by}; of them, "
+                f"{name_ranks(strangers)} is on another machine",
                 "number ranks machine by machine, as torchrun does, or set Config.node_size",
             )
     counts = sorted({len(ranks) for ranks in members})

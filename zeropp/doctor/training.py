@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional as F  # noqa: N812
 
 from .. import Config, StaleWeightsError, ZeroPP, apply
+from ..bench.workload import loss_of
 from ..models.gpt import GPT, GPTConfig
 from ..models.sharding import shard
 from .check import Check, Finding, Settings, Visit
@@ -24,7 +23,7 @@ SMALL = GPTConfig(layers=2, width=64, heads=2, context=32)
 STEPS, MICRO_BATCHES, SEQUENCES = 4, 2, 2
 LEARNING_RATE = 1e-3
 LOSS_TOLERANCE = 0.05
-"""How far a preset's loss may be from plain FSDP2's after these steps. It begins at 5.5."""
+"""How far a preset's loss may be from plain FSDP2's in these steps. It begins at 5.5."""
 GRADIENT_TOLERANCE = 0.35
 """How far a preset's gradients may be from the mean, relative to it: four bits are. A sum that should be a
 mean, or another rank's row, is off by 1 or more."""
@@ -49,7 +48,7 @@ def checks(settings: Settings) -> Iterator[Check]:
         yield Check(
             "training",
             f"{name} trains",
-            f"{STEPS} steps, as plain FSDP2; gradients against their mean; a NaN on the last rank",
+            f"{STEPS} steps: losses beside plain FSDP2's, gradients beside their mean; a NaN on one rank",
             partial(_trains, config),
         )
     yield Check(
@@ -66,51 +65,64 @@ def checks(settings: Settings) -> Iterator[Check]:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
+class Run:
+    """What came of some steps."""
+
+    losses: Tensor
+    """Of this rank, in fp64."""
+    weights: list[Tensor]
+    """This rank's shards after all steps."""
+    first_gradients: list[Tensor]
+    """Of the whole model, in the first step."""
+    nans: list[Tensor]
+    """Where gradients of the whole model are NaN after a step in which the last rank's loss was."""
+
+
 class Training:
-    """The small GPT, in training."""
+    """The small GPT in training. `config` None: plain FSDP2."""
 
-    visit: Visit
-    config: Config | None
-    """None: plain FSDP2."""
-
-    def __post_init__(self) -> None:
-        mesh = self.visit.world.mesh
+    def __init__(self, visit: Visit, config: Config | None) -> None:
+        self._visit = visit
         with torch.device("meta"):
             model = GPT(SMALL)
-        self.model = shard(model, mesh, precision="fp32")
-        self.zpp: ZeroPP | None = None if self.config is None else apply(self.model, self.config)
+        self.model = shard(model, visit.world.mesh, precision="fp32")
+        self.zpp: ZeroPP | None = None if config is None else apply(self.model, config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
-        self._batches = batches(self.visit)
+        self._batches = batches(visit)
 
     def backward(self, factor: float = 1.0) -> float:
-        """Forward and backward of a step; the loss of this rank."""
+        """Forward and backward of a step, across nodes in the last micro-batch; the loss of this rank."""
         total = 0.0
         for micro_batch in range(MICRO_BATCHES):
             is_last = micro_batch == MICRO_BATCHES - 1
-            if self.zpp is not None:
-                self.zpp.set_requires_cross_node_sync(is_last)
-            else:
+            if self.zpp is None:
                 cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
-            loss = loss_of(self.model, next(self._batches)) / MICRO_BATCHES
+            else:
+                self.zpp.set_requires_cross_node_sync(is_last)
+            loss = small_loss(self.model, next(self._batches)) / MICRO_BATCHES
             (loss * factor).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
 
-    def step(self) -> float:
-        self.optimizer.zero_grad()
-        loss = self.backward()
+    def finish_step(self) -> None:
         self.optimizer.step()
-        return loss
+        self.optimizer.zero_grad()
 
-    def run(self) -> list[Tensor]:
-        """All steps: the losses of this rank, and its weights after them."""
-        losses = [self.step() for _ in range(STEPS)]
-        return [torch.tensor(losses, dtype=torch.float64), *(_local(p) for p in self.model.parameters())]
+    def run(self) -> Run:
+        losses, first = [self.backward()], self._gradients()
+        self.finish_step()
+        for _ in range(STEPS - 1):
+            losses.append(self.backward())
+            self.finish_step()
+        weights = [local(parameter) for parameter in self.model.parameters()]
+        is_last_rank = self._visit.world.rank == self._visit.world.size - 1
+        self.backward(factor=float("nan") if is_last_rank else 1.0)
+        nans = [gradient.isnan() for gradient in self._gradients()]
+        return Run(torch.tensor(losses, dtype=torch.float64), weights, first, nans)
 
-    def gradients(self) -> list[Tensor]:
-        """Of the whole model, on every rank."""
-        return [cast(Any, p.grad).full_tensor() for p in self.model.parameters()]
+    def _gradients(self) -> list[Tensor]:
+        return [cast(Any, parameter.grad).full_tensor() for parameter in self.model.parameters()]
 
 
 def batches(visit: Visit) -> Iterator[Tensor]:
@@ -121,13 +133,18 @@ def batches(visit: Visit) -> Iterator[Tensor]:
         yield tokens.to(visit.world.device)
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+def small_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return loss_of(model(tokens[:, :-1]), tokens[:, 1:])
 
 
-def _local(tensor: Any) -> Tensor:
+def local(tensor: Any) -> Tensor:
     part: Tensor = tensor.to_local()
     return part.detach().clone()
+
+
+@lru_cache(maxsize=4)  # several checks look at one run; all ranks ask for the same ones in the same order
+def _run(visit: Visit, config: Config | None) -> Run:
+    return Training(visit, config).run()
 
 
 def _off_is_plain(visit: Visit) -> Finding:
@@ -142,54 +159,51 @@ def _node_shard_changes_nothing(visit: Visit) -> Finding:
 
 
 def _compare(visit: Visit, first: Config | None, second: Config, name: str) -> Finding:
-    """Whether both train alike: to the last bit, or as far as one of them does so twice."""
-    expected, again = Training(visit, first).run(), Training(visit, first).run()
-    seen = Training(visit, second).run()
+    """Whether both train alike: to the last bit, or as far as the first one does so twice."""
+    expected, again, seen = _run(visit, first), Training(visit, first).run(), _run(visit, second)
     own, difference = _distance(expected, again), _distance(expected, seen)
-    if difference > own:
+    if not difference <= own:
         return Finding(
-            "fault", f"differ by {difference:.2g}; two runs of {name} by {own:.2g}", "report it with this table"
+            "fault",
+            f"differ by {difference:.2g}; two runs of {name} by {own:.2g}",
+            "report it with this table",
         )
     if own == 0.0:
         return Finding("ok", "losses and weights are the same to the last bit")
     return Finding("ok", f"differ by {difference:.2g}, which is no more than {name} from itself, {own:.2g}")
 
 
-def _distance(first: list[Tensor], second: list[Tensor]) -> float:
-    """The largest difference of any element."""
-    pairs = zip(first, second, strict=True)
-    return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+def _distance(first: Run, second: Run) -> float:
+    """The largest difference of any loss or weight."""
+    pairs = zip((first.losses, *first.weights), (second.losses, *second.weights), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs if a.numel())
 
 
 def _trains(config: Config, visit: Visit) -> Finding:
-    plain, training = Training(visit, None), Training(visit, config)
-    rotten, plain_rotten = Training(visit, config), Training(visit, None)
-    training.backward()
-    error = _relative_error(training.gradients(), mean_gradients(visit))
-    allowed = EXACT_TOLERANCE if config.gradients_across == "none" else GRADIENT_TOLERANCE
-    if not error < allowed:
+    plain, seen = _run(visit, None), _run(visit, config)
+    error = _relative_error(seen.first_gradients, mean_gradients(visit))
+    if not error < (EXACT_TOLERANCE if config.gradients_across == "none" else GRADIENT_TOLERANCE):
         return Finding("fault", f"gradients are off their mean by {error:.2g} of it", "do not train with it")
-    lost = _lost_nans(visit, rotten, plain_rotten)
-    if lost:
+    pairs = zip(plain.nans, seen.nans, strict=True)
+    if lost := sum(int((expected & ~arrived).sum()) for expected, arrived in pairs):
         return Finding(
-            "fault", f"{lost} gradients that are NaN under plain FSDP2 are not", "loss scaling needs them"
+            "fault",
+            f"of a NaN on the last rank, {lost} gradients are finite that are NaN under plain FSDP2",
+            "loss scaling would miss overflows: use Config.off(), and report it",
         )
-    losses = Training(visit, config).run()[0]
-    expected = plain.run()[0]
-    (far,) = visit.world.max(float((losses - expected).abs().max()))
+    far = float((seen.losses - plain.losses).abs().max())
     if not far < LOSS_TOLERANCE:
         return Finding("fault", f"the loss is off plain FSDP2's by {far:.3g}", "do not train with it")
-    return Finding("ok", f"loss within {far:.1g}, gradients within {error:.1g} of plain; NaN arrives")
+    return Finding("ok", f"loss within {far:.1g} of plain FSDP2, gradients within {error:.1g}; NaN arrives")
 
 
 def mean_gradients(visit: Visit) -> list[Tensor]:
-    """What one step's gradients must be: by one whole model on each rank, and a sum in fp64."""
+    """What the first step's gradients must be: from a whole model on each rank, and a sum in fp64."""
     model = GPT(SMALL).to(visit.world.device)
-    with torch.device(visit.world.device):
-        model.reset_parameters()
+    model.reset_parameters()  # generators of this device, as for the sharded ones
     data = batches(visit)
     for _ in range(MICRO_BATCHES):
-        (loss_of(model, next(data)) / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
+        (small_loss(model, next(data)) / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
     means = []
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -206,22 +220,14 @@ def _relative_error(seen: list[Tensor], expected: list[Tensor]) -> float:
     return float((difference / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5)
 
 
-def _lost_nans(visit: Visit, rotten: Training, plain: Training) -> int:
-    """How many gradients are finite though they should not be, after one rank's loss was NaN."""
-    factor = float("nan") if visit.world.rank == visit.world.size - 1 else 1.0
-    for training in (rotten, plain):
-        training.backward(factor)
-    pairs = zip(rotten.gradients(), plain.gradients(), strict=True)
-    return sum(int((expected.isnan() & ~seen.isnan()).sum()) for seen, expected in pairs)
-
-
 def _changes_are_noticed(visit: Visit) -> Finding:
     if visit.topology.is_one_node:
         return Finding("not run", "nothing is kept that could be stale: all ranks are on one node")
     training = Training(visit, visit.settings.presets()["Config()"])
     zpp, model = training.zpp, training.model
     assert zpp is not None
-    training.step()
+    training.backward()
+    training.finish_step()
     tokens = next(batches(visit))
     before = _evaluate(model, tokens)
     with torch.no_grad():
@@ -242,7 +248,7 @@ def _changes_are_noticed(visit: Visit) -> Finding:
 
 def _evaluate(model: nn.Module, tokens: Tensor) -> float:
     with torch.no_grad():
-        return float(loss_of(model, tokens))
+        return float(small_loss(model, tokens))
 
 
 def _raises_when_stale(unit: FSDPModule, zpp: ZeroPP) -> bool:
@@ -258,39 +264,33 @@ def _raises_when_stale(unit: FSDPModule, zpp: ZeroPP) -> bool:
 
 def _memory_comes_back(visit: Visit) -> Finding:
     training = Training(visit, None)
-    with _settled(training):
-        training.step()
+    training.backward()
+    training.finish_step()
     before = live_bytes(visit.world.device)
-    with _settled(training):
-        training.zpp = apply(training.model, visit.settings.presets()["Config.four_bit()"])
-        for _ in range(2):
-            training.step()
-        during = training.zpp.communication_bytes
-        training.zpp.remove()
-        training.zpp = None
+    training.zpp = apply(training.model, visit.settings.presets()["Config.four_bit()"])
+    for _ in range(2):
+        training.backward()
+        training.finish_step()
+    during = training.zpp.communication_bytes
+    training.zpp.remove()
+    training.zpp = None
     after = live_bytes(visit.world.device)
     if after != before:
-        return Finding("fault", f"{after - before:,} bytes more than before, of {during:,}", "report it")
+        return Finding(
+            "fault", f"{after - before:,} bytes more than before; {during:,} were kept", "report it"
+        )
     return Finding("ok", f"{before:,} bytes before and after; {during:,} were kept in between")
-
-
-@contextmanager
-def _settled(training: Training) -> Iterator[None]:
-    """Afterwards there are no gradients and no garbage."""
-    yield
-    training.optimizer.zero_grad()
-    gc.collect()
 
 
 def live_bytes(device: torch.device) -> int:
     """Bytes of all tensors that there are: from the allocator, or, on a CPU, of all that Python knows."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if issubclass(type(found), Tensor) and found.device == device and found.layout == torch.strided:
-            if type(found) in (Tensor, nn.Parameter):
-                storage = found.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+        if type(found) in (Tensor, nn.Parameter) and found.device == device:
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
