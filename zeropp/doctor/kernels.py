@@ -158,8 +158,8 @@ class _Case:
         name = _name(f"int{self._fmt.bits}", self._dtype, self._fmt.rotate, self._fmt.stochastic)
         return (
             f"{operation} of {name}, {self._rows} rows of {self._numel} in blocks of {self._fmt.block_size}: "
-            f"{where} is {seen[at].item()}, expected {expected[at].item()}; {len(different)} of {seen.numel()} "
-            "differ"
+            f"{where} is {seen[at].item()}, expected {expected[at].item()} ({len(different)} of "
+            f"{seen.numel()} differ)"
         )
 
 

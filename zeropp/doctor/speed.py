@@ -19,7 +19,7 @@ from ..plan.hardware import Cost, Hardware
 from ..plan.recommend import PLAIN_NAMES, find_compared
 from ..strategies import COMPUTE, Strategy
 from .check import Check, Finding, Settings, StepTime, Visit
-from .hardware import TOO_FAST_NS, Size, measure
+from .hardware import Size, measure
 from .meter import Meter
 
 WIDTHS = {"cpu": 512}
@@ -36,7 +36,7 @@ WORTH_IT = 0.97
 AS_FAST = 1.03
 """Presets are as fast as each other within this."""
 LEARNING_RATE = 1e-4
-PLAIN_TITLES = tuple(find_compared(name).title for name in PLAIN_NAMES)
+PLAIN_TITLES = (*(find_compared(name).title for name in PLAIN_NAMES), "Config.off()")
 ADVISED = ("Config()", "Config.four_bit()", "Config.wire16()", "Config.paper()")
 """The first of these that is as fast as the fastest is advised."""
 
@@ -56,17 +56,12 @@ def _measure_hardware(visit: Visit) -> Finding:
     size = Size(settings.micro_batch, settings.sequence, WIDTHS.get(device.type, 4096))
     found = measure(size, device, visit.topology)
     visit.hardware = found.hardware
-    told = [f"{name} {_in_words(cost)}" for name, cost in found.hardware.measured.items()]
-    if found.one_rank_gbit_s is not None and found.hardware.link_gbit_s is not None:
+    if found.one_rank_gbit_s is None or found.hardware.link_gbit_s is None:
+        across = "on one node, so no link between nodes"
+    else:
         rates = (found.hardware.link_gbit_s, found.one_rank_gbit_s)
-        told.append("a node sends {:,.3g} Gbit/s, one rank alone {:,.3g}".format(*rates))
-    if found.hardware.link_gbit_s is None:
-        told.append("one node: no link between nodes was measured")
-    return Finding("ok", "; ".join(told))
-
-
-def _in_words(cost: Cost) -> str:
-    return f"{cost.latency_us:,.0f} us + {1 / max(cost.ns_per_byte, TOO_FAST_NS):,.2g} GB/s"
+        across = "a node sends {:,.3g} Gbit/s to others, one rank alone {:,.3g}".format(*rates)
+    return Finding("ok", f"{len(found.points)} collectives; {across}")
 
 
 @dataclass
@@ -139,8 +134,7 @@ def _measure_steps(visit: Visit) -> Finding:
     return Finding(
         "ok",
         f"{source}, {parameters / 1e6:,.1f}M parameters, {settings.micro_batches} x {settings.micro_batch} x "
-        f"{settings.sequence} tokens per rank and step: "
-        + ", ".join(f"{step.name} {step.milliseconds:,.0f} ms" for step in visit.steps),
+        f"{settings.sequence} tokens per rank and step; {len(visit.steps)} ways, {settings.rounds} turns each",
     )
 
 
@@ -224,24 +218,23 @@ def _step_times(ways: list[Way], compute: Way, visit: Visit) -> list[StepTime]:
 
 
 def advise(steps: Sequence[StepTime]) -> list[str]:
-    """Which Config, how much faster, and why; or that plain FSDP2 is as good."""
+    """Which Config, how much faster, and why; or that plain FSDP2 is as good.
+
+    Config.off() is plain FSDP2, too, bit for bit: whichever was faster of the two counts."""
     by_name = {step.name: step for step in steps}
-    plain = min((step for step in steps if step.name in PLAIN_TITLES), key=lambda step: step.milliseconds)
+    plain = min((by_name[name] for name in PLAIN_TITLES if name in by_name), key=lambda s: s.milliseconds)
     fastest = min(by_name[name].milliseconds for name in ADVISED)
     best = next(by_name[name] for name in ADVISED if by_name[name].milliseconds <= AS_FAST * fastest)
-    compute = by_name[COMPUTE.title].milliseconds
-    waits = max(0.0, 1 - compute / plain.milliseconds)
+    waits = max(0.0, 1 - by_name[COMPUTE.title].milliseconds / plain.milliseconds)
     why = f"{waits:.0%} of plain FSDP2's step is not compute"
     if best.milliseconds > WORTH_IT * plain.milliseconds:
         return [
-            f"Plain FSDP2 is as good here: its step takes {plain.milliseconds:,.0f} ms, and that of "
-            f"{best.name} {best.milliseconds:,.0f} ms; {why}.",
+            f"Plain FSDP2 is as good here: its step takes {plain.milliseconds:,.0f} ms, that of zeropp."
+            f"{best.name} {best.milliseconds:,.0f} ms; {why}."
         ]
-    plain_bytes = by_name["Config.off()"].across_bytes
-    sends = ""
-    if plain_bytes and best.across_bytes is not None:
-        sends = f"; it sends {best.across_bytes / plain_bytes:.0%} of what that sends from node to node"
+    if best.across_bytes is not None and plain.across_bytes:
+        why += f", and {best.across_bytes / plain.across_bytes:.0%} of its bytes cross nodes"
     return [
         f"Use zeropp.{best.name}: {plain.milliseconds / best.milliseconds:.2f}x as fast as plain FSDP2, "
-        f"{best.milliseconds:,.0f} ms a step instead of {plain.milliseconds:,.0f} ms; {why}{sends}.",
+        f"{best.milliseconds:,.0f} ms a step instead of {plain.milliseconds:,.0f} ms; {why}."
     ]

@@ -73,7 +73,8 @@ def checks() -> Iterator[Check]:
 def _versions(visit: Visit) -> dict[str, str]:
     device = visit.world.device.type
     versions = {"torch": str(torch.__version__), "Python": platform.python_version()}
-    versions["backend"] = dist.get_backend_config()
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    versions["backend"] = backends.get(device, str(dist.get_backend()))
     if device == "cuda":
         versions["CUDA or ROCm"] = str(torch.version.cuda or torch.version.hip)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -109,9 +110,8 @@ class Device(NamedTuple):
 
 def _device(visit: Visit) -> Device:
     if visit.world.device.type == "cpu":
-        cores, threads = os.cpu_count(), torch.get_num_threads()
-        name = f"CPU {torch.backends.cpu.get_cpu_capability()}, {cores} cores, {threads} threads a rank"
-        return Device(name, "", None)
+        name = f"CPU with {torch.backends.cpu.get_cpu_capability()}, cores: {os.cpu_count()}, "
+        return Device(f"{name}threads of a rank: {torch.get_num_threads()}", "", None)
     properties = torch.cuda.get_device_properties(visit.world.device)
     name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return Device(name, _driver(), f"{_machine()} {getattr(properties, 'uuid', visit.world.device)}")

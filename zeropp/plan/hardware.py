@@ -119,7 +119,7 @@ class Hardware:
         if value is None:
             raise ValueError(
                 f"{name} of hardware {self.name!r} is not known ({self.source}); give it with "
-                f"--{name.replace('_', '-')}, or measure it: torchrun ... -m zeropp doctor, on two nodes or more"
+                f"--{name.replace('_', '-')}, or run zeropp doctor on nodes that have such a link"
             )
         return value
 

@@ -7,34 +7,48 @@ from html import escape
 from rich.table import Table
 
 from ..doctor.check import Result, State, StepTime
+from ..doctor.hardware import TOO_FAST_NS
 from ..doctor.visiting import Diagnosis
+from ..plan.hardware import Hardware
 from .bench_tables import as_table
 from .page import page, table
 
 COLORS: dict[State, str] = {"ok": "green", "not run": "dim", "warning": "yellow", "fault": "bold red"}
+LINK_COLUMNS = ("", "latency us", "GB/s")
 STEP_COLUMNS = ("", "step ms", "throughput", "MB across", "hidden")
 EXPLANATION = (
-    "step: median, of the slowest rank. throughput: relative to plain FSDP2, from steps of the same round. MB "
-    "across: sent by a node to others in a step. hidden: how much of what communication would take by itself "
-    "the step does not show"
+    "step: median, of the slowest rank. throughput: relative to plain FSDP2, from steps of the same round; "
+    "Config.off() is plain FSDP2 as well, so its distance from 1 is noise. MB across: sent by a node to others "
+    "in a step. hidden: how much of the time that communication would take by itself the step does not show"
 )
 
 
 def doctor_tables(diagnosis: Diagnosis) -> list[Table]:
     """All checks, and the step times, if there are any."""
-    checks = Table(title=f"zeropp doctor: {diagnosis.subject}", show_lines=True)
+    checks = Table(title=f"zeropp doctor: {diagnosis.subject}")
     for column in ("", "check", "what it saw", "what to do"):
         checks.add_column(column, overflow="fold")
     for result in diagnosis.results:
         state = f"[{COLORS[result.state]}]{result.state}[/]"
         checks.add_row(state, f"{result.part}: {result.name}", _plain(result.saw), _plain(result.advice))
-    if not diagnosis.steps:
-        return [checks]
-    return [checks, as_table("a step, in turns", [list(STEP_COLUMNS), *step_lines(diagnosis.steps)])]
+    tables = [checks]
+    if diagnosis.hardware is not None:
+        tables += [as_table("a collective takes latency + bytes / rate", link_lines(diagnosis.hardware))]
+    if diagnosis.steps:
+        tables += [as_table("a step, in turns", step_lines(diagnosis.steps))]
+    return tables
+
+
+def link_lines(hardware: Hardware) -> list[list[str]]:
+    """Every collective that was measured; a rate is of what one rank sends."""
+    return [list(LINK_COLUMNS)] + [
+        [name, f"{cost.latency_us:,.0f}", f"{1 / max(cost.ns_per_byte, TOO_FAST_NS):,.3g}"]
+        for name, cost in hardware.measured.items()
+    ]
 
 
 def step_lines(steps: list[StepTime]) -> list[list[str]]:
-    return [
+    return [list(STEP_COLUMNS)] + [
         [
             step.name,
             f"{step.milliseconds:,.1f}",
@@ -61,8 +75,9 @@ def render_doctor(diagnosis: Diagnosis) -> str:
     sections = [f"<p><b>{escape(verdict(diagnosis))}</b></p>"]
     sections += [f"<p>{escape(sentence)}</p>" for sentence in diagnosis.advice]
     if diagnosis.steps:
-        sections += [table([list(STEP_COLUMNS), *step_lines(diagnosis.steps)])]
-        sections += [f'<p class="note">{escape(EXPLANATION)}</p>']
+        sections += [table(step_lines(diagnosis.steps)), f'<p class="note">{escape(EXPLANATION)}</p>']
+    if diagnosis.hardware is not None:
+        sections += [table(link_lines(diagnosis.hardware))]
     columns = ["check", "", "what it did", "what it saw", "what to do", "seconds"]
     sections += [table([columns, *map(_line, diagnosis.results)])]
     return page("zeropp doctor", diagnosis.subject, sections)
