@@ -134,7 +134,7 @@ def _measure_steps(visit: Visit) -> Finding:
     return Finding(
         "ok",
         f"{source}, {parameters / 1e6:,.1f}M parameters, {settings.micro_batches} x {settings.micro_batch} x "
-        f"{settings.sequence} tokens per rank and step; {len(visit.steps)} ways, {settings.rounds} turns each",
+        f"{settings.sequence} tokens per rank and step; {settings.rounds} turns of {len(visit.steps)} ways",
     )
 
 

@@ -18,7 +18,7 @@ LINK_COLUMNS = ("", "latency us", "GB/s")
 STEP_COLUMNS = ("", "step ms", "throughput", "MB across", "hidden")
 EXPLANATION = (
     "step: median, of the slowest rank. throughput: relative to plain FSDP2, from steps of the same round; "
-    "Config.off() is plain FSDP2 as well, so its distance from 1 is noise. MB across: sent by a node to others "
+    "Config.off() is plain FSDP2 as well: its distance from 1 is noise. MB across: sent by a node to others "
     "in a step. hidden: how much of the time that communication would take by itself the step does not show"
 )
 

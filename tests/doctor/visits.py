@@ -1,0 +1,30 @@
+"""Checks of the doctor as a job of ranks, with or without a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.distributed as dist
+
+from zeropp.doctor.check import Check, Result, Settings, Visit, examine
+
+TIMEOUT_SECONDS = 15.0
+Fault = Callable[[], AbstractContextManager[object]]
+"""Something that goes wrong while the context is entered."""
+
+
+def visit(
+    checks: Callable[[Settings], Iterable[Check]],
+    fault: Fault = nullcontext,
+    on_ranks: tuple[int, ...] = (),
+    node_size: int | None = 2,
+    names: tuple[str, ...] = (),
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> dict[str, Result]:
+    """Run checks, all or those of these names, with a fault on some ranks; the results by name."""
+    settings = Settings(node_size=node_size)
+    chosen = [check for check in checks(settings) if not names or check.name in names]
+    with fault() if dist.get_rank() in on_ranks else nullcontext():
+        results = examine(chosen, Visit.begin(settings, timeout_seconds))
+    return {result.name: result for result in results}
