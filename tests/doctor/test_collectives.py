@@ -17,7 +17,7 @@ from zeropp.doctor import collectives
 from zeropp.doctor.check import Check, Settings
 from zeropp.topology import Hop
 
-from .visits import visit
+from .visits import run
 
 
 def checks(settings: Settings) -> Iterator[Check]:
@@ -25,13 +25,13 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 
 def test_two_nodes_of_two_ranks(ranks: Ranks) -> None:
-    found, *_ = ranks.run(visit, checks, timeout=60)
+    found, *_ = run(ranks, checks)
     assert {result.state for result in found.values()} == {"ok"}
     assert list(found) == ["hop in-node", "hop across", "hop flat", "both directions at once", "sums"]
 
 
 def test_one_node_says_that_no_hop_across_was_tried(ranks: Ranks) -> None:
-    found, *_ = ranks.run(visit, checks, node_size=3, world=3, timeout=60)
+    found, *_ = run(ranks, checks, node_size=3, world=3)
     assert {name: result.state for name, result in found.items() if result.state != "ok"} == {
         "hop across": "not run"
     }
@@ -47,7 +47,7 @@ def forgets_to_wait() -> AbstractContextManager[object]:
 @pytest.mark.parametrize("name", ["hop across", "both directions at once"])
 def test_a_hop_that_drops_a_wait_is_named(ranks: Ranks, name: str) -> None:
     everyone = (0, 1, 2, 3)
-    found, *_ = ranks.run(visit, checks, forgets_to_wait, everyone, names=(name,), timeout=60)
+    found, *_ = run(ranks, checks, forgets_to_wait, everyone, names=(name,))
     assert found[name].state == "fault"
     assert "when the hop said it was done: a missing wait" in found[name].saw
 
@@ -64,7 +64,7 @@ def swaps_two_ranks() -> AbstractContextManager[object]:
 
 
 def test_a_hop_that_swaps_two_ranks_is_named(ranks: Ranks) -> None:
-    found, *_ = ranks.run(visit, checks, swaps_two_ranks, (3,), 4, ("hop in-node",), timeout=60)
+    found, *_ = run(ranks, checks, swaps_two_ranks, (3,), 4, ("hop in-node",))
     assert found["hop in-node"].state == "fault"
     says = "rank 3: all_gather in-node, round 0: in the place of rank 0 is what rank 1 sent"
     assert says in found["hop in-node"].saw
@@ -84,7 +84,7 @@ def loses_a_word() -> AbstractContextManager[object]:
 
 
 def test_a_word_that_changes_on_the_way_is_seen(ranks: Ranks) -> None:
-    found, *_ = ranks.run(visit, checks, loses_a_word, (1,), names=("hop across",), timeout=60)
+    found, *_ = run(ranks, checks, loses_a_word, (1,), names=("hop across",))
     says = "rank 3: all_gather across, round 1: 21 words are not what was sent, though they begin so"
     assert says in found["hop across"].saw
 
@@ -100,7 +100,7 @@ def adds_wrongly() -> AbstractContextManager[object]:
 
 
 def test_a_wrong_sum_is_seen(ranks: Ranks) -> None:
-    found, *_ = ranks.run(visit, checks, adds_wrongly, (2,), names=("sums",), timeout=60)
+    found, *_ = run(ranks, checks, adds_wrongly, (2,), names=("sums",))
     assert "rank 2: FSDP2's reduce-scatter, round 0: 1 of 5 sums are wrong" in found["sums"].saw
 
 

@@ -14,7 +14,7 @@ from zeropp.doctor.check import Check, Settings
 from zeropp.quant import cpu
 from zeropp.quant.formats import BlockFormat
 
-from .visits import visit
+from .visits import run
 
 
 def checks(settings: Settings) -> Iterator[Check]:
@@ -22,7 +22,7 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 
 def test_this_machine_is_fine_and_a_rank_alone_can_tell(ranks: Ranks) -> None:
-    (found,) = ranks.run(visit, checks, node_size=None, world=1, timeout=120)
+    (found,) = run(ranks, checks, node_size=None, world=1)
     assert {name: found[name].state for name in ("int8", "int4", "NaN and Inf")} == {
         "int8": "ok", "int4": "ok", "NaN and Inf": "ok"
     }  # fmt: skip
@@ -43,7 +43,7 @@ def one_wrong_element() -> AbstractContextManager[object]:
 
 
 def test_a_kernel_that_is_wrong_in_one_element_is_named(ranks: Ranks) -> None:
-    found, _ = ranks.run(visit, checks, one_wrong_element, (1,), 1, ("int4",), world=2, timeout=120)
+    found, _ = run(ranks, checks, one_wrong_element, (1,), 1, ("int4",), world=2)
     assert found["int4"].state == "fault"
     says = (
         "rank 1: encode of int4 (float32, rotated), 5 rows of 4097 in blocks of 128: byte 1000 of row 3 is 7"
@@ -65,7 +65,7 @@ def writes_too_far() -> AbstractContextManager[object]:
 
 
 def test_a_kernel_that_writes_outside_of_its_rows_is_named(ranks: Ranks) -> None:
-    (found,) = ranks.run(visit, checks, writes_too_far, (0,), None, ("int8",), world=1, timeout=120)
+    (found,) = run(ranks, checks, writes_too_far, (0,), None, ("int8",), world=1)
     assert "decode of int8 (float32)" in found["int8"].saw
     assert "outside of its rows, is 5.0, expected 3.0" in found["int8"].saw
 
@@ -80,7 +80,7 @@ def swallows_nan() -> AbstractContextManager[object]:
 
 
 def test_a_codec_that_swallows_nan_is_named(ranks: Ranks) -> None:
-    (found,) = ranks.run(visit, checks, swallows_nan, (0,), None, ("NaN and Inf",), world=1, timeout=120)
+    (found,) = run(ranks, checks, swallows_nan, (0,), None, ("NaN and Inf",), world=1)
     assert found["NaN and Inf"].state == "fault"
     assert "int8 (float32): nan at element 135 comes back as 0.0" in found["NaN and Inf"].saw
 

@@ -11,7 +11,7 @@ from zeropp.doctor import surroundings
 from zeropp.doctor.check import Check, Finding, Settings
 from zeropp.doctor.surroundings import Device, Place, _judge_devices, _judge_environment, _judge_places
 
-from .visits import visit
+from .visits import run
 
 
 def checks(settings: Settings) -> Iterator[Check]:
@@ -19,7 +19,7 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 
 def test_four_ranks_on_one_machine(ranks: Ranks) -> None:
-    found, *_ = ranks.run(visit, checks, env={"NCCL_SOCKET_IFNAME": "eth7"}, timeout=60)
+    found, *_ = run(ranks, checks, env={"NCCL_SOCKET_IFNAME": "eth7"})
     assert {name: result.state for name, result in found.items()} == {
         "versions": "ok", "devices": "ok", "nodes": "warning", "environment": "ok"
     }  # fmt: skip
@@ -35,7 +35,7 @@ def elsewhere() -> AbstractContextManager[object]:
 
 def test_a_rank_on_the_wrong_node_is_named(ranks: Ranks) -> None:
     """Ranks were dealt out to two machines in turns, and zeropp was told that they were not."""
-    found, *_ = ranks.run(visit, checks, elsewhere, (1, 3), names=("nodes",), timeout=60)
+    found, *_ = run(ranks, checks, elsewhere, (1, 3), names=("nodes",))
     assert found["nodes"].state == "fault"
     assert (
         "node 0 is ranks 0, 1, by --node-size 2; of them, rank 1 is on another machine" in found["nodes"].saw
@@ -44,7 +44,7 @@ def test_a_rank_on_the_wrong_node_is_named(ranks: Ranks) -> None:
 
 
 def test_a_node_size_that_does_not_divide_is_a_fault(ranks: Ranks) -> None:
-    found, *_ = ranks.run(visit, checks, node_size=3, names=("nodes",), timeout=60)
+    found, *_ = run(ranks, checks, node_size=3, names=("nodes",))
     assert found["nodes"].state == "fault"
     assert "Config.node_size is 3, which does not divide the 4 ranks" in found["nodes"].saw
 

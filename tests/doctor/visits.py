@@ -7,22 +7,37 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 
+from tests.ranks import Ranks
 from zeropp.doctor.check import Check, Result, Settings, Visit, examine
 
-TIMEOUT_SECONDS = 15.0
 Fault = Callable[[], AbstractContextManager[object]]
 """Something that goes wrong while the context is entered."""
 
 
-def visit(
+def run(
+    ranks: Ranks,
     checks: Callable[[Settings], Iterable[Check]],
     fault: Fault = nullcontext,
     on_ranks: tuple[int, ...] = (),
     node_size: int | None = 2,
     names: tuple[str, ...] = (),
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    world: int = 4,
+    timeout_seconds: float = 15.0,
+    env: dict[str, str] | None = None,
+) -> list[dict[str, Result]]:
+    """Run checks, all or those of these names, with a fault on some ranks; on each, the results by name."""
+    job = (visit, checks, fault, on_ranks, node_size, names, timeout_seconds)
+    return ranks.run(*job, world=world, timeout=120, env=env)
+
+
+def visit(
+    checks: Callable[[Settings], Iterable[Check]],
+    fault: Fault,
+    on_ranks: tuple[int, ...],
+    node_size: int | None,
+    names: tuple[str, ...],
+    timeout_seconds: float,
 ) -> dict[str, Result]:
-    """Run checks, all or those of these names, with a fault on some ranks; the results by name."""
     settings = Settings(node_size=node_size)
     chosen = [check for check in checks(settings) if not names or check.name in names]
     with fault() if dist.get_rank() in on_ranks else nullcontext():

@@ -35,6 +35,7 @@ PARTS: tuple[Part, ...] = ("surroundings", "kernels", "collectives", "training",
 PATIENCE = 4
 """Agreements wait so many timeouts of the job: a check may have several collectives that fail one by one."""
 SHOWN_LENGTH = 300
+LOST = "look at what the missing rank has printed; if it hangs: py-spy dump"
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,12 @@ def examine(
         elif out_of_step is not None and check.communicates:
             finding = Finding("not run", f"{out_of_step} left ranks out of step", "solve that first")
         else:
-            everyone = visit.exchange(_try(check, visit))
+            try:
+                everyone = visit.exchange(_try(check, visit))
+            except RuntimeError as error:  # a rank is gone, or hangs; so will be all that is left to do
+                saw = f"ranks have not met again after it: {_in_a_line(error)}"
+                results.append(Result(check.part, check.name, check.does, "fault", saw, LOST, 0.0))
+                return results
             raised = {rank: said for rank, said in enumerate(everyone) if isinstance(said, Raised)}
             if raised:
                 finding = _explain(raised)
@@ -214,8 +220,11 @@ def _try(check: Check, visit: Visit) -> Any:
     try:
         return check.run(visit)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return Raised(time.monotonic() - started, text[:SHOWN_LENGTH])
+        return Raised(time.monotonic() - started, _in_a_line(error))
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN_LENGTH]
 
 
 def _explain(raised: dict[int, Raised]) -> Finding:
