@@ -81,7 +81,7 @@ def test_advice_names_the_fastest_how_much_and_why() -> None:
         "Use zeropp.Config(): 2.00x as fast as plain FSDP2, 50 ms a step instead of 100 ms"
     )
     assert "60% of plain FSDP2's step is not compute" in sentence
-    assert "10% of its bytes cross nodes" in sentence
+    assert "10% of what that sends crosses nodes" in sentence
 
 
 def test_what_is_as_fast_as_the_default_does_not_replace_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,9 +46,10 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     options = tyro.cli(Options, args=arguments, prog="zeropp doctor")
-    for path in (options.hardware, options.json, options.html):
-        if path is not None:
-            check_writable(path)
+    if os.environ.get("RANK", "0") == "0":  # who writes; other nodes need not have these folders
+        for path in (options.hardware, options.json, options.html):
+            if path is not None:
+                check_writable(path)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)

@@ -37,25 +37,13 @@ EVERYONE = -2
 
 
 def checks() -> Iterator[Check]:
+    here = partial(Check, "collectives")
     for name in ("in-node", "across", "flat"):
-        yield Check(
-            "collectives",
-            f"hop {name}",
-            f"{ROUNDS} gathers and {ROUNDS} all-to-alls of known words, each with another rank late",
-            partial(_one_hop, name),
-        )
-    yield Check(
-        "collectives",
-        "both directions at once",
-        f"{ROUNDS} gathers beside {ROUNDS} all-to-alls, in their own lanes or streams, on every hop",
-        _both_directions,
-    )
-    yield Check(
-        "collectives",
-        "sums",
-        "FSDP2's own reduce-scatter and the 16-bit ring add up known numbers",
-        _sums,
-    )
+        does = f"{ROUNDS} gathers and all-to-alls of known words, each with another rank late"
+        yield here(f"hop {name}", does, partial(_one_hop, name))
+    does = f"{ROUNDS} gathers beside {ROUNDS} all-to-alls, in lanes or streams of their own, on every hop"
+    yield here("both directions at once", does, _both_directions)
+    yield here("sums", "FSDP2's reduce-scatter and the 16-bit ring add up known numbers", _sums)
 
 
 def _one_hop(name: str, visit: Visit) -> Finding:

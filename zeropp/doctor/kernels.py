@@ -34,30 +34,15 @@ BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def checks() -> Iterator[Check]:
+    alone = partial(Check, "kernels", communicates=False, needs_ranks=False)
     for bits in (8, 4):
-        yield Check(
-            "kernels",
-            f"int{bits}",
-            "encode, decode, decode_sum and recode, also rotated and rounding at random, against plain torch",
-            partial(_same_bits, bits),
-            communicates=False,
-            needs_ranks=False,
+        does = (
+            "encode, decode, decode_sum and recode, also rotated and rounding at random, against plain torch"
         )
-    yield Check(
-        "kernels",
-        "NaN and Inf",
-        "sends each through every codec, in every dtype",
-        _not_finite,
-        communicates=False,
-        needs_ranks=False,
-    )
-    yield Check(
-        "kernels",
-        "speed of codecs",
-        "times encode and decode of 1M elements, and a copy that touches as many bytes",
-        _speed,
-        needs_ranks=False,
-    )
+        yield alone(f"int{bits}", does, partial(_same_bits, bits))
+    yield alone("NaN and Inf", "sends each through every codec, in every dtype", _not_finite)
+    does = "times encode and decode of 1M elements, and a copy that touches as many bytes"
+    yield Check("kernels", "speed of codecs", does, _speed, needs_ranks=False)
 
 
 def _same_bits(bits: int, visit: Visit) -> Finding:

@@ -13,7 +13,14 @@ from torch import nn
 from .. import Ledger, apply
 from ..bench.training import send_nothing
 from ..bench.workload import loss_of
-from ..models.loading import ModelConfig, build_model, check_fits, parameter_count, shape_of
+from ..models.loading import (
+    HUGGING_FACE,
+    ModelConfig,
+    build_model,
+    check_fits,
+    parameter_count,
+    shape_of,
+)
 from ..models.sharding import build_sharded
 from ..plan.hardware import Cost, Hardware
 from ..plan.recommend import PLAIN_NAMES, find_compared
@@ -30,7 +37,7 @@ STATE_BYTES, MEMORY_SHARE = 16, 0.15
 """Of a parameter: weights, gradients and Adam's two moments in fp32. Two models may take this share of a
 device's memory each."""
 WARM_UP, STEPS = 2, 2
-"""Steps of a turn before and while it is timed: the first of them sends what is kept, the second learns."""
+"""Steps of a turn before, and while it is timed. The first sends all that is kept, and learns the order."""
 WORTH_IT = 0.97
 """A preset whose step is longer than this part of plain FSDP2's is as good as that."""
 AS_FAST = 1.03
@@ -42,12 +49,8 @@ ADVISED = ("Config()", "Config.four_bit()", "Config.wire16()", "Config.paper()")
 
 
 def checks() -> Iterator[Check]:
-    yield Check(
-        "speed",
-        "links and codecs",
-        "times compute, codecs, each hop and FSDP2's own collectives at several sizes",
-        _measure_hardware,
-    )
+    does = "times compute, codecs, each hop and FSDP2's own collectives, at several sizes"
+    yield Check("speed", "links and codecs", does, _measure_hardware)
     yield Check("speed", "steps", "trains in every way, in turns, and times the steps", _measure_steps)
 
 
@@ -57,7 +60,7 @@ def _measure_hardware(visit: Visit) -> Finding:
     found = measure(size, device, visit.topology)
     visit.hardware = found.hardware
     if found.one_rank_gbit_s is None or found.hardware.link_gbit_s is None:
-        across = "on one node, so no link between nodes"
+        across = "there is no link between nodes"
     else:
         rates = (found.hardware.link_gbit_s, found.one_rank_gbit_s)
         across = "a node sends {:,.3g} Gbit/s to others, one rank alone {:,.3g}".format(*rates)
@@ -119,7 +122,9 @@ def _cost_of(hardware: Hardware, collective: str, hop: str, is_plain: bool) -> C
 def _measure_steps(visit: Visit) -> Finding:
     settings, world = visit.settings, visit.world
     source = settings.model or _model_for(visit)
-    trainers = [_Trainer(visit, build_sharded(ModelConfig(source), 0, world.mesh)) for _ in range(2)]
+    context = None if source.startswith(HUGGING_FACE) else settings.sequence
+    config = ModelConfig(source, context=context)
+    trainers = [_Trainer(visit, build_sharded(config, 0, world.mesh)) for _ in range(2)]
     send_nothing(trainers[1].model)
     ways, compute = [Way(strategy) for strategy in _strategies(settings)], Way(COMPUTE)
     for number in range(settings.rounds):
@@ -198,8 +203,8 @@ class _Trainer:
 
 def _step_times(ways: list[Way], compute: Way, visit: Visit) -> list[StepTime]:
     """Plain FSDP2 first, then the presets, then compute alone."""
-    plain, off = ways[0], next(way for way in ways if way.name == "Config.off()")
-    plain.ledger = off.ledger  # the same collectives, and it counts them
+    plain, (*_, as_off) = ways[0], (way for way in ways if way.strategy.config is None)
+    as_off.ledger = next(way.ledger for way in ways if way.name == "Config.off()")  # which counts the same
     ranks_per_node = visit.world.size // len(visit.topology.nodes)
     times = []
     for way in ways:
@@ -233,7 +238,7 @@ def advise(steps: Sequence[StepTime]) -> list[str]:
             f"{best.name} {best.milliseconds:,.0f} ms; {why}."
         ]
     if best.across_bytes is not None and plain.across_bytes:
-        why += f", and {best.across_bytes / plain.across_bytes:.0%} of its bytes cross nodes"
+        why += f", and {best.across_bytes / plain.across_bytes:.0%} of what that sends crosses nodes"
     return [
         f"Use zeropp.{best.name}: {plain.milliseconds / best.milliseconds:.2f}x as fast as plain FSDP2, "
         f"{best.milliseconds:,.0f} ms a step instead of {plain.milliseconds:,.0f} ms; {why}."

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from ..fsdp_versions import TESTED
 from ..quant.dispatch import FAST
 from .check import Check, Finding, Visit, name_ranks
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 HARMFUL: dict[str, tuple[tuple[str, ...], str]] = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel waits for the one before: nothing overlaps"),
     "TORCH_NCCL_BLOCKING_WAIT": (("1",), "the host waits for every collective: nothing overlaps"),
@@ -27,7 +27,7 @@ HARMFUL: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_SHM_DISABLE": (("1",), "ranks of a node may talk through the network"),
     "NCCL_IB_DISABLE": (("1",), "nodes talk over TCP, whatever else they have"),
     "NCCL_NET_GDR_LEVEL": (("0", "LOC"), "the network cards do not read GPU memory themselves"),
-    "NCCL_ALGO": (("Tree", "tree", "TREE"), "gathers and all-to-alls have no tree: NCCL refuses them"),
+    "NCCL_ALGO": (("Tree", "tree", "TREE"), "gathers and all-to-alls have no tree: NCCL may refuse them"),
     "NCCL_MAX_NCHANNELS": (("1", "2"), "a collective uses few of the links that there are"),
 }
 """Variables, the values of theirs that break or slow down what zeropp does, and how."""
@@ -36,38 +36,11 @@ SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", *HARMFUL)
 
 
 def checks() -> Iterator[Check]:
-    yield Check(
-        "surroundings",
-        "versions",
-        "compares torch, the backend and the kernels' compiler on all ranks, and with what was tested",
-        _versions,
-        _judge_versions,
-        needs_ranks=False,
-    )
-    yield Check(
-        "surroundings",
-        "devices",
-        "compares the devices of all ranks, and that no two ranks have the same one",
-        _device,
-        _judge_devices,
-        needs_ranks=False,
-    )
-    yield Check(
-        "surroundings",
-        "nodes",
-        "compares the nodes that ranks were put on with the machines that they are on",
-        _place,
-        _judge_places,
-        needs_ranks=False,
-    )
-    yield Check(
-        "surroundings",
-        "environment",
-        "reads environment variables that choose interfaces, or break overlap or links",
-        _environment,
-        _judge_environment,
-        needs_ranks=False,
-    )
+    here = partial(Check, "surroundings", needs_ranks=False)
+    yield here("versions", "compares them on all ranks, and with those tested", _versions, _judge_versions)
+    yield here("devices", "compares them; no two ranks may have the same one", _device, _judge_devices)
+    yield here("nodes", "compares ranks' nodes with the machines they are on", _place, _judge_places)
+    yield here("environment", "reads variables that choose or break links", _environment, _judge_environment)
 
 
 def _versions(visit: Visit) -> dict[str, str]:

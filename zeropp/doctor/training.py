@@ -32,37 +32,18 @@ EXACT_TOLERANCE = 1e-5
 
 
 def checks(settings: Settings) -> Iterator[Check]:
-    yield Check(
-        "training",
-        "Config.off() is plain FSDP2",
-        f"{STEPS} steps with each: losses and weights, bit for bit",
-        _off_is_plain,
-    )
-    yield Check(
-        "training",
-        "the node shard changes nothing",
-        f"{STEPS} steps with and without it: losses and weights, bit for bit",
-        _node_shard_changes_nothing,
-    )
+    here = partial(Check, "training")
+    does = f"{STEPS} steps with each: losses and weights, bit for bit"
+    yield here("Config.off() is plain FSDP2", does, _off_is_plain)
+    does = f"{STEPS} steps with and without it: losses and weights, bit for bit"
+    yield here("the node shard changes nothing", does, _node_shard_changes_nothing)
+    does = f"{STEPS} steps: losses beside plain FSDP2's, gradients beside their mean; a NaN on one rank"
     for name, config in settings.presets().items():
-        yield Check(
-            "training",
-            f"{name} trains",
-            f"{STEPS} steps: losses beside plain FSDP2's, gradients beside their mean; a NaN on one rank",
-            partial(_trains, config),
-        )
-    yield Check(
-        "training",
-        "changed weights are noticed",
-        "changes weights in place, which must be sent anew, and behind FSDP2's back, which must raise",
-        _changes_are_noticed,
-    )
-    yield Check(
-        "training",
-        "remove() gives all memory back",
-        "counts the bytes of all tensors before apply() and after remove()",
-        _memory_comes_back,
-    )
+        yield here(f"{name} trains", does, partial(_trains, config))
+    does = "changes weights in place, which must be sent anew, and behind FSDP2's back, which must raise"
+    yield here("changed weights are noticed", does, _changes_are_noticed)
+    does = "counts the bytes of all tensors before apply() and after remove()"
+    yield here("remove() gives all memory back", does, _memory_comes_back)
 
 
 @dataclass(frozen=True)
@@ -142,7 +123,7 @@ def local(tensor: Any) -> Tensor:
     return part.detach().clone()
 
 
-@lru_cache(maxsize=4)  # several checks look at one run; all ranks ask for the same ones in the same order
+@lru_cache(maxsize=8)  # several checks look at one run; all ranks ask for the same ones in the same order
 def _run(visit: Visit, config: Config | None) -> Run:
     return Training(visit, config).run()
 
