@@ -263,14 +263,14 @@ def _memory_comes_back(visit: Visit) -> Finding:
 
 
 def live_bytes(device: torch.device) -> int:
-    """Bytes of all tensors that there are: from the allocator, or, on a CPU, of all that Python knows."""
+    """Bytes of all tensors that there are: from CUDA's allocator, or of all that Python knows."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if type(found) in (Tensor, nn.Parameter) and found.device == device:
+        if type(found) in (Tensor, nn.Parameter) and found.device.type == device.type:
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
