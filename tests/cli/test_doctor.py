@@ -12,7 +12,7 @@ import pytest
 
 from zeropp.cli import main
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,11 +31,11 @@ def test_a_good_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     """Two parts, for time; tests/doctor has them all. Its hardware is one that the planner takes."""
     small = ["--sequence", "8", "--micro-batch", "1", "--rounds", "1"]
     files = ["--json", "doctor.json", "--html", "doctor.html"]
-    done = torchrun(tmp_path, "--node-size", "2", "--parts", "surroundings", "speed", *small, *files)
+    done = torchrun(tmp_path, "--node-size", "1", "--parts", "surroundings", "speed", *small, *files)
     assert done.returncode == 0, done.stderr
     assert "surroundings ..." in done.stdout
     assert "nothing is wrong: 5 ok, 1 warning" in done.stdout
-    assert done.stdout.count("zeropp doctor: 4 ranks, cpu") == 1
+    assert done.stdout.count("zeropp doctor: 2 ranks, cpu") == 1
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert [result["state"] for result in found["results"]] == ["ok", "ok", "warning", "ok", "ok", "ok"]
     assert found["advice"][0] in " ".join(done.stdout.split())
@@ -50,7 +50,7 @@ def test_a_fault_is_the_exit_code(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "--node-size", "3", "--parts", "surroundings", "collectives")
     assert done.returncode == 1
     assert "checks found a fault: surroundings: nodes" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr.split("ChildFailedError")[0]
+    assert "zeropp/doctor" not in done.stdout + done.stderr  # a traceback; torchrun's own is always there
     assert not (tmp_path / "hardware.json").exists()
 
 
