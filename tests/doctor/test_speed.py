@@ -63,6 +63,7 @@ def test_costs_of_what_the_ledger_counts() -> None:
         ("reduce_scatter", "flat", True, "reduce_scatter in-node"),
     ):
         assert speed._cost_of(one_node, collective, hop, is_plain) == costs[expected]
+    assert speed._cost_of(replace(one_node, measured={}), "all_gather", "flat", True) is None
 
 
 def steps_of(**milliseconds: float) -> list[StepTime]:

@@ -47,7 +47,7 @@ def checks() -> Iterator[Check]:
 
 
 def _one_hop(name: str, visit: Visit) -> Finding:
-    hops = {hop.name: hop for hop in _hops(visit)} | {"flat": visit.topology.flat_hop()}
+    hops = {hop.name: hop for hop in visit.topology.hops()} | {"flat": visit.topology.flat_hop()}
     if name not in hops:
         why = "all ranks are on one node" if name == "across" else "every node has one rank"
         return Finding("not run", f"there is no such hop: {why}", "run it on two nodes or more")
@@ -63,7 +63,7 @@ def _both_directions(visit: Visit) -> Finding:
     of its own."""
     device = visit.world.device
     names = ("_gather_lane", "_reduce_lane")
-    gathers, reductions = (_hops(visit, name, own_groups=True) for name in names)
+    gathers, reductions = (visit.topology.hops(name, own_groups=True) for name in names)
     pairs = [
         (Carrier(visit, first, "all_gather"), Carrier(visit, second, "all_to_all"))
         for first, second in zip(gathers, reductions, strict=True)
@@ -90,13 +90,6 @@ def _carry_all(carriers: list[Carrier]) -> None:
     for number in range(ROUNDS):
         for carrier in carriers:
             carrier.carry(number)
-
-
-def _hops(visit: Visit, direction: str = "", *, own_groups: bool = False) -> tuple[Hop, ...]:
-    hops = visit.topology.hops(direction, own_groups=own_groups)
-    for hop in hops:
-        hop.set_timeout(visit.timeout)
-    return hops
 
 
 def _judge(carriers: list[Carrier]) -> Finding:

@@ -91,13 +91,18 @@ class Way:
             theirs / own for own, theirs in zip(self.seconds, plain.seconds, strict=True)
         )
 
-    def communication_seconds(self, hardware: Hardware) -> float:
-        """What it sends in a step would take by itself, with nothing else to do."""
-        total = 0.0
-        for key, sent in () if self.ledger is None else self.ledger.rows():
+    def hidden(self, compute: Way, hardware: Hardware | None) -> float | None:
+        """How much of what its communication would take by itself is not seen in the step, if it is known."""
+        if self.ledger is None or hardware is None:
+            return None
+        alone = 0.0
+        for key, sent in self.ledger.rows():
             cost = _cost_of(hardware, key.collective, key.hop, self.is_plain)
-            total += sent.calls * cost.latency_us * 1e-6 + sent.wire_bytes * cost.ns_per_byte * 1e-9
-        return total / STEPS
+            if cost is None:
+                return None
+            alone += sent.calls * cost.latency_us * 1e-6 + sent.wire_bytes * cost.ns_per_byte * 1e-9
+        seen = (self.milliseconds - compute.milliseconds) * 1e-3
+        return min(1.0, max(0.0, 1 - seen / (alone / STEPS))) if alone else None
 
     def across_bytes(self, ranks_per_node: int) -> float | None:
         """What a node sends to others in a step, if it was counted."""
@@ -111,12 +116,12 @@ class Way:
         return self.strategy.config is None or self.strategy.config.weights == "none"
 
 
-def _cost_of(hardware: Hardware, collective: str, hop: str, is_plain: bool) -> Cost:
-    """As measured. On one kind of link a flat route is measured under the name of that."""
+def _cost_of(hardware: Hardware, collective: str, hop: str, is_plain: bool) -> Cost | None:
+    """As measured, if it was. On one kind of link a flat route is measured under the name of that."""
     pattern = "all_to_all" if collective == "reduce_scatter" and hop != "flat" else collective
     names = [f"{pattern} {level}" for level in (hop, "in-node", "across")]
     names = [f"{name} plain" for name in names] + names if is_plain else names
-    return next(hardware.measured[name] for name in names if name in hardware.measured)
+    return next((hardware.measured[name] for name in names if name in hardware.measured), None)
 
 
 def _measure_steps(visit: Visit) -> Finding:
@@ -206,19 +211,16 @@ def _step_times(ways: list[Way], compute: Way, visit: Visit) -> list[StepTime]:
     plain, (*_, as_off) = ways[0], (way for way in ways if way.strategy.config is None)
     as_off.ledger = next(way.ledger for way in ways if way.name == "Config.off()")  # which counts the same
     ranks_per_node = visit.world.size // len(visit.topology.nodes)
-    times = []
-    for way in ways:
-        exposed = (way.milliseconds - compute.milliseconds) / 1e3
-        alone = 0.0 if visit.hardware is None else way.communication_seconds(visit.hardware)
-        times.append(
-            StepTime(
-                way.name,
-                way.milliseconds,
-                way.speedup(plain),
-                way.across_bytes(ranks_per_node),
-                min(1.0, max(0.0, 1 - exposed / alone)) if alone > 0 else None,
-            )
+    times = [
+        StepTime(
+            way.name,
+            way.milliseconds,
+            way.speedup(plain),
+            way.across_bytes(ranks_per_node),
+            way.hidden(compute, visit.hardware),
         )
+        for way in ways
+    ]
     return [*times, StepTime(COMPUTE.title, compute.milliseconds, compute.speedup(plain), 0.0, None)]
 
 
