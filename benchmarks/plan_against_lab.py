@@ -3,7 +3,7 @@
     python benchmarks/plan_against_lab.py --link 500mbit
     python benchmarks/plan_against_lab.py --hardware lab.json --bench bench.json
 
-Measures a lab cluster with `zeropp plan --measure`, runs the benchmark on one of the same shape and link, and
+Measures a lab cluster with `zeropp doctor`, runs the benchmark on one of the same shape and link, and
 dry-runs the benchmark's own model. Nothing is fitted to the benchmark. Run it on a quiet machine.
 """
 
@@ -57,10 +57,10 @@ class Options:
 
 def measure(options: Options, workload: Workload, folder: Path) -> Hardware:
     path = folder / "hardware.json"
-    tokens = ["--micro-batch", str(workload.batch), "--sequence", str(workload.context)]
+    tokens = ["--micro-batch", str(workload.batch), "--sequence", str(workload.context), "--rounds", "1"]
     with Cluster(options.nodes, options.ranks_per_node, options.link) as cluster:
         cluster.run(
-            ["-m", "zeropp", "plan", "--measure", str(path.resolve()), *tokens],
+            ["-m", "zeropp", "doctor", "--parts", "speed", "--hardware", str(path.resolve()), *tokens],
             timeout_seconds=MEASURE_SECONDS,
         ).check()
     return find_hardware(str(path))

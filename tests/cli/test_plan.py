@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_a_hardware_file_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "a100-pcie-25gbe" in capsys.readouterr().out
 
 
+def test_a_link_that_nobody_measured_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one_node.json"
+    replace(find_hardware("a100-100g"), link_gbit_s=None, link_latency_us=None).save(path)
+    arguments = [*SMALL, "--hardware", str(path), "--config", "fsdp2"]
+    assert main(arguments) == 1
+    assert "link_latency_us of hardware 'a100-100g' is not known" in capsys.readouterr().err
+    assert main([*arguments, "--link-gbit-s", "100", "--link-latency-us", "10"]) == 0
+    assert main([*arguments, "--nodes", "1"]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -76,12 +87,8 @@ def test_a_hardware_file_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--nodes", "0"], "nodes is 0"),
         (["--compute-share", "2"], "compute_share is 2.0"),
         (["--json", "nowhere/plan.json"], "nowhere/plan.json cannot be written"),
-        (["--measure", "hardware.json"], "start it with torchrun"),
     ],
 )
-def test_bad_input_is_named(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+def test_bad_input_is_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == 1
     assert says in capsys.readouterr().err

@@ -18,11 +18,11 @@ def test_every_name_is_found_and_says_where_its_numbers_come_from() -> None:
     for name, hardware in CATALOG.items():
         assert find_hardware(name) is hardware
         assert hardware.name == name
-        assert ("--measure" if name.startswith("lab-") else "data sheet") in hardware.source
+        assert ("zeropp doctor" if name.startswith("lab-") else "data sheet") in hardware.source
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"hardware is 'v1000'.*v100-dgx2-100g.*h100-8x400g.*--measure"):
+    with pytest.raises(ValueError, match=r"hardware is 'v1000'.*v100-dgx2-100g.*h100-8x400g.*zeropp doctor"):
         find_hardware("v1000")
 
 

@@ -45,7 +45,7 @@ class FsdpTraining:
         if strategy.config is not None or strategy.is_auto:
             self.zpp = apply(self.model, "auto" if strategy.is_auto else strategy.config)
         if strategy.engine == "compute":
-            _send_nothing(self.model)
+            send_nothing(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.learning_rate)
         self.data = Data(workload, dist.get_rank())
 
@@ -99,7 +99,8 @@ def _local(tensor: Tensor) -> Tensor:
     return to_local() if to_local is not None else tensor
 
 
-def _send_nothing(model: nn.Module) -> None:
+def send_nothing(model: nn.Module) -> None:
+    """Give a model comms that send nothing: what is left is compute."""
     modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_custom_all_gather(_NoAllGather())

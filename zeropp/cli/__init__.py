@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": Command("demo", "train a small GPT with plain FSDP2 and with zeropp, and compare them"),
     "compare": Command("compare", "show training runs side by side"),
     "export": Command("export", "write a checkpoint as a Hugging Face folder"),
+    "doctor": Command("doctor", "check and measure the cluster at hand, under torchrun, in two minutes"),
     "plan": Command("plan", "predict time, bytes and memory of a step, before there is a cluster"),
     "lab run": Command("lab_run", "run a torchrun script on nodes that are network namespaces"),
     "lab bench": Command("lab_bench", "measure every strategy on such nodes, with shaped links"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from rich.console import Console
 from ..output_files import check_file, write_file
 from ..plan.catalog import find_hardware
 from ..plan.chrome import write_chrome_trace
-from ..plan.hardware import Hardware
 from ..plan.models import resolve
 from ..plan.planning import make_plan
 from ..plan.recommend import find_compared
@@ -56,7 +54,7 @@ class Options:
     on the hardware.
 
         zeropp plan --model 18B --nodes 24 --hardware v100-dgx2-100g --recommend
-        torchrun --nnodes 2 --nproc-per-node 8 ... -m zeropp plan --measure mine.json
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m zeropp doctor --hardware mine.json
         zeropp plan --model 18B --nodes 24 --hardware mine.json
     """
 
@@ -78,7 +76,7 @@ class Options:
     checkpointing: bool = False
     """Compute each layer again in backward, and keep its inputs only."""
     hardware: str = "a100-100g"
-    """A name (a wrong one lists them all), or a .json or .toml file."""
+    """A name (a wrong one lists them all), or a .json or .toml file: `zeropp doctor` measures one."""
     numbers: Annotated[Numbers, tyro.conf.arg(name="")] = Numbers()
     strategy: str = DEFAULT
     """How to train: default, four-bit, paper, fsdp2, fsdp2-accumulate, fsdp2-reshard, hsdp, qwz, hpz or qgz.
@@ -87,9 +85,6 @@ class Options:
     """Try all of those, and say which to use."""
     sweep: str | None = None
     """Throughput over links and nodes: link=10..800,nodes=2..48."""
-    measure: Path | None = None
-    """Measure this cluster, and write its hardware file. Start it with torchrun on all nodes. Matrix products
-    are those of a micro-batch."""
     full: bool = False
     """Dry-run all layers, where a few and multiplication would do."""
     json: Path | None = None
@@ -105,13 +100,11 @@ def main(arguments: list[str]) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
-    for path in (options.json, options.trace, options.measure):
+    for path in (options.json, options.trace):
         if path is not None:
             check_file(path)
     if options.html is not None:
         check_page(options.html)
-    if options.measure is not None:
-        return _measure(options.measure, options, console)
     plan = _plan(options, console)
     for table in plan_tables(plan):
         console.print(table)
@@ -162,40 +155,3 @@ def _write(plan: Plan, options: Options, console: Console) -> None:
         write_chrome_trace(plan.strategies[0].timeline, options.trace)
         title = plan.strategies[0].strategy.title
         console.print(f"timeline of {title}: {options.trace}; open it at ui.perfetto.dev")
-
-
-def _measure(path: Path, options: Options, console: Console) -> int:
-    """On every rank; the first one writes and speaks."""
-    import torch
-    import torch.distributed as dist
-
-    from ..measure import Size, measure
-
-    if "RANK" not in os.environ:
-        raise ValueError(
-            "--measure runs on the ranks of a cluster; start it with torchrun on all nodes: "
-            "torchrun --nnodes N --nproc-per-node n ... -m zeropp plan --measure hardware.json"
-        )
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    first = dist.get_rank() == 0
-    size = Size(options.micro_batch, options.sequence, 4096 if on_gpu else 512)
-    try:
-        with console.status("") as status:
-            found = measure(size, lambda what: status.update(what) if first else None)
-    finally:
-        dist.destroy_process_group()
-    if first:
-        found.hardware.save(path)
-        _show_hardware(found.hardware, console)
-        console.print(f"measured in {found.seconds:.0f} s: {path}")
-    return 0
-
-
-def _show_hardware(hardware: Hardware, console: Console) -> None:
-    for name, value in asdict(hardware).items():
-        if isinstance(value, dict):
-            for key, entry in value.items():
-                console.print(f"  {name} {key}: " + ", ".join(f"{k} {v:,.4g}" for k, v in entry.items()))
-        else:
-            console.print(f"  {name}: {value:,.4g}" if isinstance(value, float) else f"  {name}: {value}")

@@ -72,8 +72,8 @@ _ETHERNET = replace(
 
 _LAB = Hardware(
     name="lab-1gbit",
-    source="zeropp plan --measure on 2 x 2 ranks of `zeropp lab`, on a 2-core AVX-512 Xeon VM; the rate of "
-    "the link is what was given to the lab",
+    source="measured, as `zeropp doctor` does, on 2 x 2 ranks of `zeropp lab`, on a 2-core AVX-512 Xeon VM; "
+    "the rate of the link is what was given to the lab",
     ranks_per_node=2,
     peak_tflops=0.075,
     compute_share=1.0,
@@ -124,5 +124,5 @@ def find_hardware(name: str) -> Hardware:
         return Hardware.load(Path(name))
     raise ValueError(
         f"hardware is {name!r}; expected one of {', '.join(CATALOG)}, or a .json or .toml file such as "
-        "`zeropp plan --measure` writes; --peak-tflops, --link-gbit-s and so on change single numbers"
+        "`zeropp doctor` writes; --peak-tflops, --link-gbit-s and so on change single numbers"
     )

@@ -68,13 +68,13 @@ class Hardware:
     """Memory of one rank."""
     memory_gbyte_s: float
     """Rate of one rank's memory."""
-    in_node_gbyte_s: float
-    """Rate from one rank to others of its node."""
-    in_node_latency_us: float
+    in_node_gbyte_s: float | None
+    """Rate from one rank to others of its node. This and the next three: None if nobody has measured it."""
+    in_node_latency_us: float | None
     """Latency of one step of a collective inside the node."""
-    link_gbit_s: float
+    link_gbit_s: float | None
     """Rate from one node to others: all its network cards together."""
-    link_latency_us: float
+    link_latency_us: float | None
     """Latency of one step of a collective across nodes."""
     overlap: bool = True
     """See [Note: Overlap]."""
@@ -115,6 +115,16 @@ class Hardware:
         }
         return replace(self, measured=kept, **changes)
 
+    def known(self, name: str) -> float:
+        """A number of a link, or an error if nobody has measured it."""
+        value: float | None = getattr(self, name)
+        if value is None:
+            raise ValueError(
+                f"{name} of hardware {self.name!r} is not known ({self.source}); give it with "
+                f"--{name.replace('_', '-')}, or run zeropp doctor on nodes that have such a link"
+            )
+        return value
+
     def compute_seconds(self, work: Compute) -> float:
         products = work.flops / (self.peak_tflops * 1e12 * self.compute_share)
         return products + work.bytes_touched / (self.memory_gbyte_s * 1e9)
@@ -132,9 +142,16 @@ class Hardware:
             return (seconds if hop.level != "across" else 0.0), (seconds if hop.level != "in-node" else 0.0)
         steps_in_node, steps_across = _steps(hop, nodes)
         inside, outside = hop.wire_bytes / hop.chunks, hop.across_bytes * ranks_per_node / hop.chunks
-        latency = steps_in_node * self.in_node_latency_us * 1e-6 + steps_across * self.link_latency_us * 1e-6
-        in_node = inside / (self.in_node_gbyte_s * 1e9) + latency if hop.level != "across" else 0.0
-        across = outside * 8 / (self.link_gbit_s * 1e9) + latency if hop.level != "in-node" else 0.0
+        latency = 0.0
+        if steps_in_node:
+            latency += steps_in_node * self.known("in_node_latency_us") * 1e-6
+        if steps_across:
+            latency += steps_across * self.known("link_latency_us") * 1e-6
+        in_node = across = 0.0
+        if hop.level != "across" and ranks_per_node > 1:
+            in_node = inside / (self.known("in_node_gbyte_s") * 1e9) + latency
+        if hop.level != "in-node":
+            across = outside * 8 / (self.known("link_gbit_s") * 1e9) + latency
         return in_node, across
 
     def _measured(self, hop: TracedHop) -> Cost | None:
@@ -173,7 +190,7 @@ class Hardware:
             names = ", ".join(entry.name for entry in dataclasses.fields(cls))
             raise ValueError(
                 f"{path} is no hardware file ({error}); expected JSON or TOML with {names}; "
-                "`zeropp plan --measure` writes one"
+                "`zeropp doctor` writes one"
             ) from None
 
 
@@ -191,6 +208,6 @@ def _steps(hop: TracedHop, nodes: int) -> tuple[int, int]:
     return max(0, steps - across), min(steps, across)
 
 
-def _check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
-    if not (value > 0 or (or_zero and value == 0)):
+def _check_positive(name: str, value: float | None, *, or_zero: bool = False) -> None:
+    if value is not None and not (value > 0 or (or_zero and value == 0)):
         raise ValueError(f"{name} is {value!r}; expected a positive number")

@@ -110,7 +110,7 @@ def recommend(
         sentences = [_zeropp_does_not_help(plain, best)]
         ours = _best_of_ours(ranked)
         slower = slowest_link_as_fast(plain.timeline.trace, ours.timeline.trace, hardware)
-        if slower is not None and slower < hardware.link_gbit_s:
+        if slower is not None and hardware.link_gbit_s is not None and slower < hardware.link_gbit_s:
             sentences.append(f"With links below {slower:,.3g} Gbit/s, {ours.strategy.title} would be faster.")
         return (*sentences, *_in_a_script(plain.strategy, hardware))
     sentences = [_why(best, plain, hardware), *_what_would_change(best, plain, hardware)]
@@ -149,10 +149,11 @@ def _why(best: PlannedStrategy, plain: PlannedStrategy, hardware: Hardware) -> s
     )
     fits = "" if plain.fits else f" (which does not fit: {plain.peak_gib:.1f} GiB)"
     speedup = plain.step_seconds / best.step_seconds
+    rate = "" if hardware.link_gbit_s is None else f", at {hardware.link_gbit_s:,.3g} Gbit/s"
     return (
         f"Use {best.strategy.title}: {best.step_seconds * 1e3:,.0f} ms a step, {speedup:.2f}x as fast as "
         f"{plain.strategy.title}{fits}. That one's step is {shares}; it sends {size(plain.sent_bytes)} "
-        f"out of each node, this one {size(best.sent_bytes)}, at {hardware.link_gbit_s:,.3g} Gbit/s."
+        f"out of each node, this one {size(best.sent_bytes)}{rate}."
     )
 
 

@@ -63,7 +63,7 @@ def sweep(
     for count in axes.nodes or (nodes,):
         for strategy in strategies:
             trace = trace_of(strategy, count)
-            for rate in axes.link_gbit_s or (hardware.link_gbit_s,):
+            for rate in axes.link_gbit_s or (hardware.known("link_gbit_s"),):
                 timeline = simulate(trace, hardware.changed(link_gbit_s=float(rate)))
                 points.append(
                     Point(

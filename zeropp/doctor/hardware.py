@@ -1,6 +1,6 @@
-"""`zeropp plan --measure`: the numbers of this cluster, measured by its own ranks in under a minute.
+"""The numbers of this cluster, measured by its own ranks in half a minute: a `Hardware` for the planner.
 
-Run it with torchrun on all nodes. Everything is measured while all ranks do the same, as they do in training,
+Everything is measured while all ranks do the same, as they do in training,
 so what they share (cores, memory, links) is shared here, too:
 
     memory      one pass over tensors that fit no cache, with a fresh result
@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,15 +29,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .comm import Ledger, Scratch, Wire
-from .comm.ring import reduce_scatter_bf16
-from .config import CodecName, Config
-from .models.gpt import GPT, GPTConfig
-from .plan.hardware import CodecSpeed, Cost, Hardware
-from .plan.operation_work import WorkCounter
-from .plan.trace import Level, Pattern
-from .quant import make_codec
-from .topology import Hop, Topology
+from ..comm import Ledger, Scratch, Wire
+from ..comm.ring import reduce_scatter_bf16
+from ..config import CodecName, Config
+from ..models.gpt import GPT, GPTConfig
+from ..plan.hardware import CodecSpeed, Cost, Hardware
+from ..plan.operation_work import WorkCounter
+from ..plan.trace import Level, Pattern
+from ..quant import make_codec
+from ..topology import Hop, Topology
+from .meter import Meter
 
 CODECS: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
 BLOCK_SIZE = 128
@@ -61,7 +61,6 @@ PLAIN: dict[Level, tuple[Pattern, ...]] = {
     "flat": ("all_gather", "reduce_scatter"),
 }
 """Collectives that FSDP2 calls itself: sharded over all ranks, or inside the node (HSDP)."""
-OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -86,32 +85,24 @@ class Measurement:
     hardware: Hardware
     one_rank_gbit_s: float | None
     """Across nodes, while the other ranks of the node are silent; None on one node."""
-    seconds: float = 0.0
-    points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    points: dict[str, list[tuple[int, float]]]
     """Wire bytes and seconds of each pattern and level."""
 
 
-def measure(size: Size, on_progress: OnProgress = lambda _: None) -> Measurement:
+def measure(size: Size, device: torch.device, topology: Topology) -> Measurement:
     """Measure this cluster. Collective: call it on every rank, in an initialized process group."""
-    started = time.monotonic()
-    device = _device()
-    meter = _Meter(device, size.repeats)
-    on_progress("memory")
+    meter = Meter(device, size.repeats)
     memory_rate = 3 * _PASS_BYTES / meter.seconds(_memory_pass(device), calls=4)
-    on_progress("layers")
     train_layers = _layers(size, device)
     with WorkCounter() as work:
         train_layers()
     together, alone = meter.seconds(train_layers), meter.seconds_alone(train_layers, calls=1)
     in_products = max(together - work.bytes_touched / memory_rate, MIN_PRODUCTS_SHARE * together)
     flops_rate = work.flops / in_products
-    on_progress("codecs")
     codecs: dict[str, CodecSpeed] = {name: _codec_speed(meter, name) for name in CODECS}
-    topology = Topology.of(_world(), "auto")
     points: dict[str, list[tuple[int, float]]] = {}
     cpu_seconds = wire_bytes = 0.0
     for name, prepare in _calls(topology, device):
-        on_progress(name)
         points[name], cpu = _sizes(meter, prepare, size.wire_bytes)
         cpu_seconds += cpu
         wire_bytes += sum((1 + size.repeats) * sent for sent, _ in points[name])
@@ -122,54 +113,10 @@ def measure(size: Size, on_progress: OnProgress = lambda _: None) -> Measurement
         host = meter.mean(cpu_seconds / wire_bytes * 1e9) * sharing
         hardware = hardware.changed(host_ns_per_byte=host)
     one_rank = _one_rail_gbit_s(meter, topology, size.wire_bytes[-1])
-    return Measurement(hardware, one_rank, time.monotonic() - started, points)
+    return Measurement(hardware, one_rank, points)
 
 
 _PASS_BYTES = 1 << 24
-
-
-class _Meter:
-    """Times things on all ranks at once; the slowest rank decides, as in training."""
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
-
-    def seconds(self, run: Callable[[], object], calls: int = 1) -> float:
-        """Seconds of one call: the median of several rounds of `calls`."""
-        run()
-        rounds = []
-        for _ in range(self.repeats):
-            dist.barrier()
-            rounds.append(self._timed(run, calls))
-        return self.largest(statistics.median(rounds))
-
-    def seconds_alone(self, run: Callable[[], object], calls: int) -> float:
-        """Seconds of one call on rank 0, while the others wait."""
-        dist.barrier()
-        return self.largest(self.fastest(run, calls) if dist.get_rank() == 0 else 0.0)
-
-    def fastest(self, run: Callable[[], object], calls: int = 1) -> float:
-        """Seconds of one call on this rank: the best of several rounds."""
-        return min(self._timed(run, calls) for _ in range(self.repeats))
-
-    def _timed(self, run: Callable[[], object], calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return (time.perf_counter() - start) / calls
-
-    def largest(self, value: float) -> float:
-        return self._reduce(value, dist.ReduceOp.MAX)
-
-    def mean(self, value: float) -> float:
-        return self._reduce(value, dist.ReduceOp.SUM) / dist.get_world_size()
-
-    def _reduce(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, op)
-        return total.item()
 
 
 def _layers(size: Size, device: torch.device) -> Callable[[], None]:
@@ -197,7 +144,7 @@ def _memory_pass(device: torch.device) -> Callable[[], Tensor]:
     return lambda: torch.add(a, b)
 
 
-def _codec_speed(meter: _Meter, name: CodecName) -> CodecSpeed:
+def _codec_speed(meter: Meter, name: CodecName) -> CodecSpeed:
     """Speed of one codec, at 4 rows of 2^18 elements of a gradient."""
     rows, numel = 4, 1 << 18
     dtype = torch.float32 if meter.device.type == "cpu" else torch.bfloat16
@@ -232,7 +179,7 @@ def _hops(topology: Topology) -> list[Hop]:
 
 
 def _sizes(
-    meter: _Meter, prepare: Prepare, wire_bytes: Sequence[int]
+    meter: Meter, prepare: Prepare, wire_bytes: Sequence[int]
 ) -> tuple[list[tuple[int, float]], float]:
     """Wire bytes and seconds at growing sizes, and the CPU time that it all took on this rank."""
     found: list[tuple[int, float]] = []
@@ -316,7 +263,7 @@ def _fit(points: list[tuple[int, float]]) -> Cost:
     return Cost(round(latency * 1e6, 3), round(rate * 1e9, 6))
 
 
-def _one_rail_gbit_s(meter: _Meter, topology: Topology, wire_bytes: int) -> float | None:
+def _one_rail_gbit_s(meter: Meter, topology: Topology, wire_bytes: int) -> float | None:
     """Rate across nodes while only the first rank of each node sends: is one rank enough to fill the link?"""
     across = [hop for hop in _hops(topology) if hop.name == "across"]
     if not across:
@@ -336,22 +283,20 @@ def _as_hardware(
     costs: dict[str, Cost],
 ) -> Hardware:
     ranks_per_node = len(topology.nodes[0])
-    in_node = costs.get("all_gather in-node", Cost(1.0, 1.0))
-    across = costs.get("all_gather across", in_node)
-    backend = dist.get_backend()
+    in_node, across = costs.get("all_gather in-node"), costs.get("all_gather across")
     return Hardware(
         name="measured",
-        source=f"zeropp plan --measure: {topology.describe()}, {backend}, torch {torch.__version__}, "
+        source=f"zeropp doctor: {topology.describe()}, {dist.get_backend()}, torch {torch.__version__}, "
         f"{platform.machine()}, {os.cpu_count()} cores",
         ranks_per_node=ranks_per_node,
         peak_tflops=flops_per_s / 1e12,
         compute_share=1.0,
         memory_gib=_memory_bytes(device) / 2**30,
         memory_gbyte_s=memory_bytes_per_s / 1e9,
-        in_node_gbyte_s=1 / max(in_node.ns_per_byte, TOO_FAST_NS),
-        in_node_latency_us=in_node.latency_us / max(1, ranks_per_node - 1),
-        link_gbit_s=8 * ranks_per_node / max(across.ns_per_byte, TOO_FAST_NS),
-        link_latency_us=across.latency_us / max(1, len(topology.nodes) - 1),
+        in_node_gbyte_s=None if in_node is None else 1 / max(in_node.ns_per_byte, TOO_FAST_NS),
+        in_node_latency_us=None if in_node is None else in_node.latency_us / (ranks_per_node - 1),
+        link_gbit_s=None if across is None else 8 * ranks_per_node / max(across.ns_per_byte, TOO_FAST_NS),
+        link_latency_us=None if across is None else across.latency_us / (len(topology.nodes) - 1),
         overlap=device.type != "cpu",
         codecs=codecs,
         measured=costs,
@@ -364,12 +309,6 @@ def _memory_bytes(device: torch.device) -> float:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return float(torch.cuda.get_device_properties(device).total_memory)
-
-
-def _device() -> torch.device:
-    if dist.get_backend() == "gloo":
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _world() -> ProcessGroup:

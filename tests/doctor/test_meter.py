@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Ranks
+from zeropp.doctor.meter import Meter
+
+
+def times() -> tuple[float, float, float, int]:
+    """Rank 1 is slow; and how often something was called."""
+    calls: list[int] = []
+
+    def run() -> None:
+        calls.append(1)
+        time.sleep(0.05 * dist.get_rank())
+
+    meter = Meter(torch.device("cpu"), repeats=3)
+    together = meter.seconds(run, calls=2)
+    return together, meter.seconds_alone(run, calls=2), meter.mean(float(dist.get_rank())), len(calls)
+
+
+def test_the_slowest_rank_decides_and_all_ranks_agree(ranks: Ranks) -> None:
+    first, second = ranks.run(times, world=2, timeout=60)
+    assert first[:3] == second[:3]
+    assert first[0] >= 0.05
+    assert first[1] < first[0]
+    assert first[2] == 0.5
+    assert (first[3], second[3]) == (1 + 3 * 2 + 3 * 2, 1 + 3 * 2)  # warm-up, rounds; rank 0 also alone

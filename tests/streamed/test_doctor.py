@@ -1,0 +1,47 @@
+"""The doctor on a device with streams, where data arrives when somebody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from tests.doctor.visits import run
+from tests.ranks import Ranks
+from zeropp.comm import Wire
+from zeropp.doctor import collectives, training
+from zeropp.doctor.check import Check, Settings
+
+from . import device
+
+
+def both_parts(settings: Settings) -> Iterator[Check]:
+    yield from collectives.checks()
+    yield from training.checks(settings)
+
+
+def test_collectives_and_training_on_streams(streamed_ranks: Ranks) -> None:
+    found, *_ = run(streamed_ranks, both_parts, device=device.NAME)
+    assert {name: result.saw for name, result in found.items() if result.state != "ok"} == {}
+
+
+def forgets_to_wait() -> AbstractContextManager[object]:
+    """The hop is started and given up: nothing waits for it."""
+    right = Wire.all_gather
+
+    def wrong(wire: Wire, *given: Any) -> Generator[None]:
+        next(right(wire, *given))
+        yield
+
+    return patch.object(Wire, "all_gather", wrong)
+
+
+def test_a_hop_that_drops_a_wait_is_named(streamed_ranks: Ranks) -> None:
+    names = ("hop across", "both directions at once")
+    found, *_ = run(
+        streamed_ranks, both_parts, forgets_to_wait, (0, 1, 2, 3), names=names, device=device.NAME
+    )
+    for name in names:
+        assert found[name].state == "fault"
+        assert "a missing wait" in found[name].saw

@@ -1,0 +1,92 @@
+"""What the doctor found, as rich tables and as one HTML file."""
+
+from __future__ import annotations
+
+from html import escape
+
+from rich.table import Table
+
+from ..doctor.check import Result, State, StepTime
+from ..doctor.hardware import TOO_FAST_NS
+from ..doctor.visiting import Diagnosis
+from ..plan.hardware import Hardware
+from .bench_tables import as_table
+from .page import page, table
+
+COLORS: dict[State, str] = {"ok": "green", "not run": "dim", "warning": "yellow", "fault": "bold red"}
+LINK_COLUMNS = ("", "latency us", "GB/s")
+STEP_COLUMNS = ("", "step ms", "throughput", "MB across", "hidden")
+EXPLANATION = (
+    "step: median, of the slowest rank. throughput: relative to plain FSDP2, from steps of the same round; "
+    "Config.off() is plain FSDP2 as well: its distance from 1 is noise. MB across: sent by a node to others "
+    "in a step. hidden: how much of the time that communication would take by itself the step does not show"
+)
+
+
+def doctor_tables(diagnosis: Diagnosis) -> list[Table]:
+    """All checks, and the step times, if there are any."""
+    checks = Table(title=f"zeropp doctor: {diagnosis.subject}")
+    for column in ("", "check", "what it saw", "what to do"):
+        checks.add_column(column, overflow="fold")
+    for result in diagnosis.results:
+        state = f"[{COLORS[result.state]}]{result.state}[/]"
+        checks.add_row(state, f"{result.part}: {result.name}", _plain(result.saw), _plain(result.advice))
+    tables = [checks]
+    if diagnosis.hardware is not None:
+        tables += [as_table("a collective takes latency + bytes / rate", link_lines(diagnosis.hardware))]
+    if diagnosis.steps:
+        tables += [as_table("a step, in turns", step_lines(diagnosis.steps))]
+    return tables
+
+
+def link_lines(hardware: Hardware) -> list[list[str]]:
+    """Every collective that was measured; a rate is of what one rank sends."""
+    return [list(LINK_COLUMNS)] + [
+        [name, f"{cost.latency_us:,.0f}", f"{1 / max(cost.ns_per_byte, TOO_FAST_NS):,.3g}"]
+        for name, cost in hardware.measured.items()
+    ]
+
+
+def step_lines(steps: list[StepTime]) -> list[list[str]]:
+    return [list(STEP_COLUMNS)] + [
+        [
+            step.name,
+            f"{step.milliseconds:,.1f}",
+            f"{step.speedup:.2f}x",
+            "" if step.across_bytes is None else f"{step.across_bytes / 1e6:,.2f}",
+            "" if step.hidden is None else f"{step.hidden:.0%}",
+        ]
+        for step in steps
+    ]
+
+
+def verdict(diagnosis: Diagnosis) -> str:
+    """One line: whether anything is wrong."""
+    counts = {state: [r for r in diagnosis.results if r.state == state] for state in COLORS}
+    if faults := counts["fault"]:
+        names = ", ".join(f"{result.part}: {result.name}" for result in faults)
+        return f"{len(faults)} of {len(diagnosis.results)} checks found a fault: {names}"
+    said = [f"{len(found)} {state}" for state, found in counts.items() if found]
+    return f"nothing is wrong: {', '.join(said)}"
+
+
+def render_doctor(diagnosis: Diagnosis) -> str:
+    """One page."""
+    sections = [f"<p><b>{escape(verdict(diagnosis))}</b></p>"]
+    sections += [f"<p>{escape(sentence)}</p>" for sentence in diagnosis.advice]
+    if diagnosis.steps:
+        sections += [table(step_lines(diagnosis.steps)), f'<p class="note">{escape(EXPLANATION)}</p>']
+    if diagnosis.hardware is not None:
+        sections += [table(link_lines(diagnosis.hardware))]
+    columns = ["check", "", "what it did", "what it saw", "what to do", "seconds"]
+    sections += [table([columns, *map(_line, diagnosis.results)])]
+    return page("zeropp doctor", diagnosis.subject, sections)
+
+
+def _line(result: Result) -> list[str]:
+    name = f"{result.part}: {result.name}"
+    return [name, result.state, result.does, result.saw, result.advice, f"{result.seconds:.1f}"]
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
