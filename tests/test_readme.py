@@ -1,4 +1,4 @@
-"""The README's tour of the code: it names every file of the core. That links go somewhere is in test_docs.py."""
+"""The README's tour of the code names every file of the core. (Links are checked in test_docs.py.)"""
 
 from __future__ import annotations
 
