@@ -27,10 +27,11 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Without warnings: no docstring that names a parameter which is not there, no link to nowhere. The variable keeps
-# Material's notice that its maintenance ends out of the log; mkdocs.yml says why it is used.
+# Without warnings: no docstring that names a parameter which is not there, no link to nowhere. (With --quiet,
+# mkdocs would not count them.) The variable keeps Material's notice that its maintenance ends out of the log;
+# mkdocs.yml says why it is used.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 tests: $(READY)
 	$(PYTEST)
