@@ -11,8 +11,8 @@ Two visits in mirrored order: what gets slower or faster by itself meanwhile doe
 [Note: Candidates]
 Only Configs that are known to end with the loss of plain FSDP2, in order of what they do to numbers: plain
 FSDP2, bit for bit; the node shard, which adds up gradients in another order and rounds nothing; the default,
-whose loss the convergence study shows to be that of plain FSDP2 (docs/train.md). `paper`, `four_bit` and
-16-bit gradients are not among them: that study has them at a higher loss, or not at all.
+whose loss the convergence study shows to be that of plain FSDP2 (docs/convergence.md). `paper`, `four_bit`
+and 16-bit gradients are not among them: that study has them at a higher loss, or not at all.
 
 [Note: What a step is]
 From one step of an optimizer to its next one. A second optimizer that steps meanwhile belongs to the same

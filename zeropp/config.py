@@ -37,10 +37,11 @@ MAX_CHUNKS = 16
 class Config:
     """How zeropp replaces FSDP2's communication. The default is what we recommend.
 
-    >>> Config(weights="int3")
-    Traceback (most recent call last):
-    ...
-    ValueError: Config.weights is 'int3'; expected one of 'none', 'bf16', 'int8', 'int4', 'delta-int4'
+    Examples:
+        >>> Config(weights="int3")
+        Traceback (most recent call last):
+        ...
+        ValueError: Config.weights is 'int3'; expected one of 'none', 'bf16', 'int8', 'int4', 'delta-int4'
     """
 
     weights: WeightsName = "int8"
@@ -199,8 +200,9 @@ class Config:
     def rotates(self) -> bool:
         """Whether integers of gradients are rotated: `rotate`, with "auto" decided.
 
-        >>> Config().rotates, Config(gradients_in_node="bf16", gradients_across="bf16").rotates
-        (True, False)
+        Examples:
+            >>> Config().rotates, Config(gradients_in_node="bf16", gradients_across="bf16").rotates
+            (True, False)
         """
         if self.rotate == "auto":
             return self._has_integer_gradients and self.block_size >= MIN_ROTATED_BLOCK_SIZE
@@ -251,8 +253,10 @@ class Config:
         Reads `zero_quantized_weights`, `zero_hpz_partition_size` and `zero_quantized_gradients` below
         `zero_optimization`; logs a warning that names every key it does not translate.
 
-        >>> Config.from_deepspeed({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}).weights
-        'int8'
+        Examples:
+            >>> zero = {"stage": 3, "zero_quantized_weights": True}
+            >>> Config.from_deepspeed({"zero_optimization": zero}).weights
+            'int8'
         """
         given: Any = json.loads(Path(source).read_text()) if isinstance(source, (str, Path)) else source
         zero = given.get("zero_optimization") if isinstance(given, Mapping) else None

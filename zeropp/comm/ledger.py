@@ -79,11 +79,12 @@ class CodecWork:
 class Ledger:
     """Counts per (unit, collective, hop), and beside them what 16-bit FSDP2 would have sent.
 
-    >>> ledger = Ledger()
-    >>> ledger.record("layers.0", "all_gather", "across", wire_bytes=100, across_bytes=100)
-    >>> ledger.record_baseline("layers.0", "all_gather", wire_bytes=600, across_bytes=600)
-    >>> ledger.total(hop="across").wire_bytes, ledger.baseline_total().wire_bytes
-    (100, 600)
+    Examples:
+        >>> ledger = Ledger()
+        >>> ledger.record("layers.0", "all_gather", "across", wire_bytes=100, across_bytes=100)
+        >>> ledger.record_baseline("layers.0", "all_gather", wire_bytes=600, across_bytes=600)
+        >>> ledger.total(hop="across").wire_bytes, ledger.baseline_total().wire_bytes
+        (100, 600)
     """
 
     def __init__(self) -> None:
@@ -139,12 +140,13 @@ class Ledger:
     def since(self, before: Ledger) -> Ledger:
         """What was counted after `before`, an earlier copy of this ledger: only counters that have moved.
 
-        >>> ledger = Ledger()
-        >>> ledger.record("layers.0", "all_gather", "across", wire_bytes=100, across_bytes=100)
-        >>> before = ledger.copy()
-        >>> ledger.record("layers.1", "all_gather", "across", wire_bytes=70, across_bytes=70)
-        >>> [(key.unit, traffic.wire_bytes) for key, traffic in ledger.since(before).rows()]
-        [('layers.1', 70)]
+        Examples:
+            >>> ledger = Ledger()
+            >>> ledger.record("layers.0", "all_gather", "across", wire_bytes=100, across_bytes=100)
+            >>> before = ledger.copy()
+            >>> ledger.record("layers.1", "all_gather", "across", wire_bytes=70, across_bytes=70)
+            >>> [(key.unit, traffic.wire_bytes) for key, traffic in ledger.since(before).rows()]
+            [('layers.1', 70)]
         """
         later = Ledger()
         for mine, theirs, into in (
