@@ -79,8 +79,8 @@ class Options:
     """A name (a wrong one lists them all), or a .json or .toml file: `zeropp doctor` measures one."""
     numbers: Annotated[Numbers, tyro.conf.arg(name="")] = Numbers()
     strategy: str = DEFAULT
-    """How to train: default, four-bit, paper, fsdp2, fsdp2-accumulate, fsdp2-reshard, hsdp, qwz, hpz or qgz.
-    Plain FSDP2 is shown beside it."""
+    """How to train: default, four-bit, paper, fsdp2, fsdp2-accumulate, fsdp2-reshard, hsdp, hfsdp, qwz, hpz
+    or qgz. Plain FSDP2 is shown beside it."""
     recommend: bool = False
     """Try all of those, and say which to use."""
     sweep: str | None = None

@@ -25,7 +25,7 @@ COMPARED: tuple[Strategy, ...] = (
     *(
         strategy
         for strategy in STRATEGIES
-        if strategy.name in ("hsdp", "qwz", "hpz", "qgz", "paper", DEFAULT, "four-bit")
+        if strategy.name in ("hsdp", "hfsdp", "qwz", "hpz", "qgz", "paper", DEFAULT, "four-bit")
     ),
 )
 """Strategies that a plan compares. FSDP2 sends what it computes with, 16 bits as a rule, so none of them is
