@@ -225,8 +225,8 @@ def _step_times(ways: list[Way], compute: Way, visit: Visit) -> list[StepTime]:
 def advise(steps: Sequence[StepTime]) -> list[str]:
     """Which Config, how much faster, and why; or that plain FSDP2 is as good.
 
-    Config.off() is plain FSDP2, too, bit for bit: by how much they differ is noise, and what is closer to each
-    other than that is as fast."""
+    Config.off() is plain FSDP2, too, bit for bit: by how much their times differ is noise, and what is no
+    further apart than that is as fast."""
     by_name = {step.name: step for step in steps}
     *_, repeated = (step for step in steps if step.name in PLAIN_TITLES)
     plain = min((step for step in steps if step.name in PLAIN_TITLES), key=lambda step: step.milliseconds)
