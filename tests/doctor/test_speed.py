@@ -85,28 +85,27 @@ def steps_of(**milliseconds: float) -> list[StepTime]:
 
 def test_advice_names_the_fastest_how_much_and_why() -> None:
     (sentence,) = advise(steps_of(plain=100, off=102, compute=40, default=50, four_bit=80))
-    assert sentence.startswith(
-        "Use zeropp.Config(): 2.00x as fast as plain FSDP2, 50 ms a step instead of 100 ms"
-    )
+    assert "Use zeropp.Config(), 2.00x as fast as plain FSDP2: it takes 50 ms a step" in sentence
     assert "60% of plain FSDP2's step is not compute" in sentence
-    assert "10% of what that sends crosses nodes" in sentence
+    assert "of what that sends across nodes 10% is left" in sentence
+    assert "differ by 2%" in sentence
 
 
 def test_what_is_as_fast_as_the_default_does_not_replace_it() -> None:
     (sentence,) = advise(steps_of(plain=100, off=100, compute=40, default=50, four_bit=49, paper=49.5))
-    assert "zeropp.Config():" in sentence
+    assert "Use zeropp.Config()," in sentence
     (sentence,) = advise(steps_of(plain=100, off=100, compute=40, default=50, four_bit=45))
-    assert "zeropp.Config.four_bit():" in sentence
+    assert "Use zeropp.Config.four_bit()," in sentence
 
 
 def test_plain_fsdp2_is_advised_where_it_is_as_good() -> None:
     (sentence,) = advise(steps_of(plain=100, off=100, compute=95, default=98))
-    assert sentence.startswith(
-        "Plain FSDP2 is as good here: its step takes 100 ms, that of zeropp.Config() 98 ms"
-    )
+    assert "Plain FSDP2 is as good here: zeropp.Config() takes 98 ms a step, plain FSDP2 100 ms" in sentence
 
 
 def test_noise_is_no_gain() -> None:
-    """Plain FSDP2 was slow while Config.off(), which is the same, was not."""
-    (sentence,) = advise(steps_of(plain=120, off=100, compute=95, default=99))
-    assert sentence.startswith("Plain FSDP2 is as good here")
+    """Plain FSDP2 took 100 ms and 120 ms: 90 ms may be the same."""
+    (sentence,) = advise(steps_of(plain=100, off=120, compute=80, default=90))
+    assert "Plain FSDP2 is as good here" in sentence
+    (sentence,) = advise(steps_of(plain=100, off=104, compute=80, default=90))
+    assert "Use zeropp.Config()," in sentence

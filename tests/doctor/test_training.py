@@ -62,7 +62,7 @@ def test_a_sum_that_should_be_a_mean_is_named(ranks: Ranks) -> None:
 def leaks() -> AbstractContextManager[object]:
     """`remove()` leaves node shards behind, somewhere."""
     right = ZeroPP.remove
-    kept: list[object] = []
+    kept: list[NodeShard] = []
 
     def wrong(zpp: ZeroPP) -> None:
         pairs = [comms.pair for comms in zpp.unit_comms if comms.pair is not None]

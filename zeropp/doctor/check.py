@@ -206,13 +206,9 @@ def examine(
                 out_of_step = f"'{check.name}'" if check.communicates else out_of_step
             else:
                 finding = (check.conclude or merge)(everyone)
-        seconds = time.monotonic() - started
-        results.append(Result(check.part, check.name, check.does, *_fields(finding), seconds))
+        found = (finding.state, finding.saw, finding.advice, time.monotonic() - started)
+        results.append(Result(check.part, check.name, check.does, *found))
     return results
-
-
-def _fields(finding: Finding) -> tuple[State, str, str]:
-    return finding.state, finding.saw, finding.advice
 
 
 def _try(check: Check, visit: Visit) -> Any:

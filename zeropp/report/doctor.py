@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from ..doctor.check import Result, State, StepTime
@@ -26,11 +27,12 @@ EXPLANATION = (
 def doctor_tables(diagnosis: Diagnosis) -> list[Table]:
     """All checks, and the step times, if there are any."""
     checks = Table(title=f"zeropp doctor: {diagnosis.subject}")
-    for column in ("", "check", "what it saw", "what to do"):
+    for column in ("", "check", "what it saw, and what to do"):
         checks.add_column(column, overflow="fold")
     for result in diagnosis.results:
         state = f"[{COLORS[result.state]}]{result.state}[/]"
-        checks.add_row(state, f"{result.part}: {result.name}", _plain(result.saw), _plain(result.advice))
+        saw = f"{result.saw} -> {result.advice}" if result.advice else result.saw
+        checks.add_row(state, f"{result.part}: {result.name}", escape_markup(saw))
     tables = [checks]
     if diagnosis.hardware is not None:
         tables += [as_table("a collective takes latency + bytes / rate", link_lines(diagnosis.hardware))]
@@ -86,7 +88,3 @@ def render_doctor(diagnosis: Diagnosis) -> str:
 def _line(result: Result) -> list[str]:
     name = f"{result.part}: {result.name}"
     return [name, result.state, result.does, result.saw, result.advice, f"{result.seconds:.1f}"]
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
