@@ -9,7 +9,8 @@ from zeropp.plan.catalog import find_hardware
 from zeropp.plan.recommend import rank, recommend
 from zeropp.plan.result import Plan
 from zeropp.plan.sweep import Axes, sweep
-from zeropp.report.plan import MAX_BARS, plan_tables, render_plan, timeline_figure
+from zeropp.report.plan import plan_tables
+from zeropp.report.plan_page import render_plan
 from zeropp.strategies import find_strategy
 
 from ..plan.samples import flat_trace, two_hop_trace

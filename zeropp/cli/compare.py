@@ -8,7 +8,8 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from ..report.compare import compare_table, read_runs, render_compare
+from ..report.compare import compare_table, read_runs
+from ..report.compare_page import render_compare
 
 FILE_WIDTH = 170  # of tables that go to a file
 
@@ -36,12 +37,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def show(paths: tuple[Path, ...], html: Path) -> None:
+def show(paths: tuple[Path, ...], html: Path, title: str = "zeropp compare") -> None:
     """Print the table and write the page."""
     if not html.parent.is_dir():
         raise ValueError(f"{html} cannot be written: {html.parent} is not a folder; make it, or name another")
     runs = read_runs(list(paths))
-    html.write_text(render_compare(runs))
+    html.write_text(render_compare(runs, title))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         folders = run_demo(options.folder, options.steps, place, show)
     runs = read_runs(list(folders.values()))
     console.print(loss_curves(runs))
-    compare.show(tuple(folders.values()), options.folder / "report.html")
+    compare.show(tuple(folders.values()), options.folder / "report.html", "zeropp demo")
     for name, run in zip(RUNS, runs.values(), strict=True):
         console.print(f"checkpoint of {name}: {run.end.checkpoint if run.end else 'none'}", markup=False)
     console.print(f"took {time.monotonic() - started:.0f} seconds")

@@ -19,7 +19,8 @@ from ..plan.recommend import find_compared
 from ..plan.result import Plan
 from ..plan.scenario import Precision, Scenario
 from ..plan.sweep import Axes
-from ..report.plan import EXPLANATION, plan_tables, render_plan
+from ..report.plan import EXPLANATION, plan_tables
+from ..report.plan_page import render_plan
 from ..strategies import DEFAULT
 from .lab_bench import FILE_WIDTH, check_writable
 
