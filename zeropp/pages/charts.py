@@ -323,10 +323,8 @@ def _percent(value: float) -> str:
 
 
 def _grid(ticks: Sequence[float], scale: float, bottom: float, unit: str) -> str:
-    drawn = [
-        f'<line class="grid" x1="{_percent(tick * scale)}" x2="{_percent(tick * scale)}" y1="0" y2="{bottom}"/>'
-        for tick in ticks
-    ]
+    places = [_percent(tick * scale) for tick in ticks]
+    drawn = [f'<line class="grid" x1="{at}" x2="{at}" y1="0" y2="{bottom}"/>' for at in places]
     drawn += [_tick(tick * scale, bottom + 14, short(tick)) for tick in _few(ticks)]
     return "".join(drawn) + _axis_title(unit, bottom + 31)
 

@@ -30,14 +30,17 @@ h2 { margin: 2.4rem 0 .6rem; } .kicker, .note, figcaption small { color: var(--s
 .kicker { margin: 0; }
 .scroll { overflow-x: auto; max-width: 100%; }
 table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); }
 tr.ours td { font-weight: 600; color: var(--ours); } tr.baseline td { font-weight: 600; }
 @media (max-width: 600px) { td:first-child { white-space: normal; min-width: 8.5rem; } }
-.figures { display: grid; gap: 1rem 2.4rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
+.figures { display: grid; gap: 1rem 2.4rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
 figure { margin: .8rem 0; min-width: 0; } figcaption { font-weight: 600; margin-bottom: .4rem; }
 figcaption small { display: block; font-weight: 400; }
-.plot { display: flex; } .plot > svg { flex: none; } .plot > .scroll { flex: 1; min-width: 0; overflow-y: hidden; }
+.plot { display: flex; } .plot > svg { flex: none; }
+.plot > .scroll { flex: 1; min-width: 0; overflow-y: hidden; }
 .plot svg { display: block; } .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .85rem; }
 .legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em; }
 .zoom { font-size: .85rem; color: var(--soft); display: flex; align-items: center; gap: .5rem; }
@@ -100,7 +103,8 @@ def figure(chart: Chart) -> str:
     return (
         f"<figure><figcaption>{escape(chart.title)}{note}</figcaption>"
         f'<div class="legend">{legend}</div>{ZOOM if chart.zooms else ""}<div class="plot">{labels}'
-        f'<div class="scroll"><svg width="100%" height="{chart.height}">{chart.body}</svg></div></div></figure>'
+        f'<div class="scroll"><svg width="100%" height="{chart.height}">{chart.body}</svg></div></div>'
+        "</figure>"
     )
 
 

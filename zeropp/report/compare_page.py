@@ -10,7 +10,7 @@ from .. import Config
 from ..pages import Bar, Chart, Line, Part, bars, colors_of, figure, figures, lines, page, paragraph, table
 from ..strategies import DEFAULT, STRATEGIES
 from ..train.metrics import Metrics
-from .compare import EXPLANATION, MIB, bytes_per_node, compare_lines
+from .compare import EXPLANATION, bytes_per_node, compare_lines
 
 SAME = 0.01
 """Validation losses that differ by less are called the same; the difference stands beside it."""
@@ -29,7 +29,7 @@ def render_compare(runs: Mapping[str, Metrics], title: str = "zeropp compare") -
         table(compare_lines(runs), lambda name: _class_of(runs, name)),
         paragraph(EXPLANATION + ".", "note"),
     ]
-    if any(run.info.device == "cpu" and strategy_of(run) != "fsdp2" for run in runs.values()):
+    if any(run.info.device.startswith("cpu") and strategy_of(run) != "fsdp2" for run in runs.values()):
         sections.append(paragraph(COMPILER.format(mib=COMPILER_MIB), "note"))
     if any(run.evaluations for run in runs.values()):
         sections += ["<h2>Validation loss</h2>", figure(validation_chart(runs, colors))]
@@ -39,7 +39,7 @@ def render_compare(runs: Mapping[str, Metrics], title: str = "zeropp compare") -
 
 def headline(runs: Mapping[str, Metrics]) -> str:
     """The result in words: the last run against the first."""
-    (first_name, first), (name, run) = list(runs.items())[0], list(runs.items())[-1]
+    (first_name, first), (name, run) = next(iter(runs.items())), list(runs.items())[-1]
     if run is first:
         return f"{first_name}: loss {first.steps[-1].loss:.4f} after {first.steps[-1].step} steps"
     sent, sent_first = bytes_per_node(run), bytes_per_node(first)
