@@ -28,12 +28,13 @@ types: $(READY)
 	$(BIN)/mypy
 
 tests: $(READY)
+	tests/install_chromium
 	$(PYTEST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(TORCH:%=s/^torch==.*/torch==%/;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cpu,gpu,lab,plots,tensorboard,hf,hf-data,interop,dev]'
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cpu,gpu,lab,tensorboard,hf,hf-data,interop,dev]'
 	touch $@
 
 clean:

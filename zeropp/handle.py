@@ -75,8 +75,8 @@ class ZeroPP:
         return render(summary_table(self.unit_comms)) + ("" if self.search is None else self.search.table())
 
     def report(self, path: str | Path) -> None:
-        """Write a page, one HTML file: what this rank has sent, per unit and hop, and over which nodes, beside
-        what 16-bit FSDP2 would have sent. Not a collective; any rank may write its own."""
+        """Write a page, one HTML file: what this rank has sent, per unit and hop, over which nodes, and what
+        16-bit FSDP2 would have sent. Not a collective: any rank may write its own."""
         topologies = [comms.topology for comms in self.unit_comms]
         units = [comms.describe() for comms in self.unit_comms]
         Path(path).write_text(render_traffic(self.ledger, topologies, units, dist.get_rank()))

@@ -20,6 +20,8 @@ LINE_HEIGHT = 240
 LANE_ROW, LANE_HEIGHT, HEAD_ROW = 22, 16, 44
 AXIS_ROW = 40
 """Pixels below a chart: numbers, and what they are."""
+ROW_LETTERS = 50
+"""That have room beside each other on a screen of 390 pixels."""
 MAX_POINTS = 120
 """Of a line; one that has more is shown by means."""
 NARROWEST = 1 / 1500
@@ -77,10 +79,21 @@ def bars(
     for number, row in enumerate(rows):
         top = number * BAR_ROW
         style = ' class="strong"' if row.stands_out else ""
-        body.append(f'<text x="0" y="{top + 14}"{style}>{escape(row.label)}</text>')
+        body.append(f'<text x="0" y="{top + 14}"{style}>{escape(fitting(row))}</text>')
         body.append(f'<text x="100%" y="{top + 14}" text-anchor="end"{style}>{escape(row.text)}</text>')
         body.append(_bar(row, top + 20, scale))
     return Chart(title, "".join(body), bottom + AXIS_ROW, legend=legend or {}, note=note)
+
+
+def fitting(row: Bar) -> str:
+    """The label, without its middle if there is no room for it beside the value.
+
+    >>> fitting(Bar("runs/of/november/the/one/with/a/long/name/plain", "14.44", ()))
+    'runs/of/november/the…th/a/long/name/plain'
+    """
+    room = ROW_LETTERS - len(row.text) - 4
+    half = (room - 1) // 2
+    return row.label if len(row.label) <= room else f"{row.label[: room - 1 - half]}…{row.label[-half:]}"
 
 
 def _bar(row: Bar, y: float, scale: float) -> str:

@@ -122,7 +122,7 @@ def step_chart(results: Results, count: int) -> Chart:
 
     def row(strategy: Strategy, cell: Cell) -> Bar:
         speedup, limit = results.speedup(cell), results.limit_ms(cell)
-        text = f"{cell.median_ms:,.0f} ms" + ("" if speedup is None else f", {speedup:.2f}x")
+        text = _duration(cell.median_ms) + ("" if speedup is None else f", {speedup:.2f}x")
         tip = f"{strategy.title}: {cell.median_ms:,.0f} ms a step, limit {limit:,.0f} ms"
         part = Part(cell.median_ms, STRATEGY_COLORS[strategy.name], tip)
         is_ours = strategy.name == DEFAULT
@@ -130,6 +130,14 @@ def step_chart(results: Results, count: int) -> Chart:
 
     note = "Shorter is better. x: throughput against the baseline; red: the limit; black: the middle half."
     return _chart(results, count, "Time of a step (ms)", "ms", row, note)
+
+
+def _duration(step_ms: float) -> str:
+    """
+    >>> _duration(1275.2), _duration(27_238.0)
+    ('1,275 ms', '27.2 s')
+    """
+    return f"{step_ms:,.0f} ms" if step_ms < 10_000 else f"{step_ms / 1e3:,.1f} s"
 
 
 def bytes_chart(results: Results, count: int) -> Chart:
