@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeropp.pages import Bar, Line, Part, Phase, Span, Step, bars, lines, timelines
-from zeropp.pages.charts import MAX_POINTS, fitting, merged, nice_ticks
+from zeropp.pages.charts import MAX_POINTS, ROW_LETTERS, fitting, merged, nice_ticks
 
 POSITIVE = st.floats(1e-6, 1e12)
 
@@ -104,5 +104,5 @@ def test_merged_bars_cover_what_was_there(pieces: list[tuple[float, float, str]]
 @given(st.text("abc", max_size=90), st.text("123", max_size=20))
 def test_labels_and_values_have_room(label: str, text: str) -> None:
     shown = fitting(Bar(label, text, ()))
-    assert len(shown) + len(text) <= 50
+    assert len(shown) + len(text) <= ROW_LETTERS
     assert shown == label or ("…" in shown and label.startswith(shown.split("…")[0]))

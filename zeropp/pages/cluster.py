@@ -90,7 +90,7 @@ def _rail(center: float, across: Carried, most: float) -> str:
 
 def _center(position: int, count: int) -> float:
     """Of a rank, in percent: two are so far apart that words have room between their rails."""
-    return 50.0 if count == 1 else 12 + 76 * position / (count - 1)
+    return 50.0 if count == 1 else 15 + 70 * position / (count - 1)
 
 
 def _thickness(carried: Carried, most: float) -> float:

@@ -147,8 +147,9 @@ def bytes_chart(results: Results, count: int) -> Chart:
         part = Part(each, STRATEGY_COLORS[strategy.name], tip)
         return Bar(strategy.title, f"{each:.2f}", (part,), strategy.name == DEFAULT)
 
-    title = "Bytes across nodes, per node, parameter and step"
-    return _chart(results, count, title, "bytes per parameter", row, "From the interface counters.")
+    title = "Bytes across nodes per parameter and step"
+    note = "Of one node, from the interface counters."
+    return _chart(results, count, title, "bytes per parameter", row, note)
 
 
 def memory_chart(results: Results, count: int) -> Chart:
