@@ -27,6 +27,7 @@ from zeropp.report.bench_page import bytes_chart, headline, step_chart
 
 DOCS = Path(__file__).parents[1] / "docs"
 NODES = [[0, 1], [2, 3]]
+TITLES = ("FSDP2, 16-bit wire: one ring", "zeropp: two hops")
 WIDTH, MARGIN, GAP = 860, 20, 36
 LETTER = 7.2
 """Pixels of a letter, about."""
@@ -50,8 +51,8 @@ def two_hops(steps: list[dict[str, Any]]) -> str:
     links = [[carried(ledger, across=across) for across in (False, True)] for ledger in ledgers]
     most = max(link.sent_bytes for pair in links for link in pair)
     charts = [
-        draw_cluster(title, NODES, *pair, most)
-        for title, pair in zip(("FSDP2, 16-bit wire: one ring", "zeropp: two hops"), links, strict=True)
+        draw_cluster(title, NODES, in_node, across, most)
+        for title, (in_node, across) in zip(TITLES, links, strict=True)
     ]
     sent = [ledger.total().across_bytes for ledger in ledgers]
     title = f"{sent[0] / sent[1]:.1f}x fewer bytes across nodes"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import record_function
 
 from zeropp.bench.profile import part_of
@@ -34,7 +35,7 @@ def main(path: Path) -> None:
     dist.init_process_group("gloo")
     found = [measure(name) for name in STRATEGIES]
     if dist.get_rank() == 0:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(found) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -42,9 +43,7 @@ def main(path: Path) -> None:
 def measure(name: str) -> dict[str, Any]:
     training = FsdpTraining(find_strategy(name), WORKLOAD, int(os.environ["LOCAL_WORLD_SIZE"]))
     assert training.zpp is not None
-    forward: list[Any] = []
-    training.model.register_forward_pre_hook(lambda *_: forward.append(_enter("forward")), prepend=True)
-    training.model.register_forward_hook(lambda *_: forward.pop().__exit__(None, None, None))
+    label_forward(training.model)
     for _ in range(WARM_UP_STEPS):
         training.step(1)
     before = training.zpp.ledger.copy()
@@ -64,10 +63,17 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def _enter(name: str) -> Any:
-    label = record_function(name)
-    label.__enter__()
-    return label
+def label_forward(model: nn.Module) -> None:
+    label: Any = record_function("forward")
+
+    def start(*_: object) -> None:
+        label.__enter__()
+
+    def stop(*_: object) -> None:
+        label.__exit__(None, None, None)
+
+    model.register_forward_pre_hook(start, prepend=True)
+    model.register_forward_hook(stop)
 
 
 def read_profile(profiler: Any) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def read_profile(profiler: Any) -> dict[str, Any]:
 
     def seconds(event: Any) -> tuple[float, float]:
         span = event.time_range
-        return (span.start - origin) * MICROSECONDS, (span.end - origin) * MICROSECONDS
+        return round((span.start - origin) * MICROSECONDS, 6), round((span.end - origin) * MICROSECONDS, 6)
 
     end = seconds(step)[1]
     labelled = sorted(

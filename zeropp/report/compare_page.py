@@ -15,10 +15,10 @@ from .compare import EXPLANATION, bytes_per_node, compare_lines
 SAME = 0.01
 """Validation losses that differ by less are called the same; the difference stands beside it."""
 COMPILER = (
-    "On a CPU, the peak of a run with codecs has the compiler of their kernels in it, numba and LLVM: about "
-    "{mib} MiB in every rank, for a model of any size; what zeropp itself keeps has a column of its own."
+    "On a CPU, the peak of a run with codecs has the compiler of their kernels in it, numba and LLVM, about 110 "
+    "MiB in every rank, or 170 in the run that compiles them first, whatever the model; what zeropp itself keeps "
+    "has a column of its own."
 )
-COMPILER_MIB = 130
 
 
 def render_compare(runs: Mapping[str, Metrics], title: str = "zeropp compare") -> str:
@@ -30,7 +30,7 @@ def render_compare(runs: Mapping[str, Metrics], title: str = "zeropp compare") -
         paragraph(EXPLANATION + ".", "note"),
     ]
     if any(run.info.device.startswith("cpu") and strategy_of(run) != "fsdp2" for run in runs.values()):
-        sections.append(paragraph(COMPILER.format(mib=COMPILER_MIB), "note"))
+        sections.append(paragraph(COMPILER, "note"))
     if any(run.evaluations for run in runs.values()):
         sections += ["<h2>Validation loss</h2>", figure(validation_chart(runs, colors))]
     sections += ["<h2>The runs</h2>", *(paragraph(text) for text in _describe(runs))]
