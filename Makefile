@@ -34,12 +34,13 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 tests: $(READY)
+	tests/install_chromium
 	$(PYTEST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(TORCH:%=s/^torch==.*/torch==%/;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cpu,gpu,lab,plots,tensorboard,hf,hf-data,interop,docs,dev]'
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cpu,gpu,lab,tensorboard,hf,hf-data,interop,docs,dev]'
 	touch $@
 
 clean:

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,12 +31,10 @@ from .config import Config
 from .kept import Kept
 from .no_sync import on_gradient_sync
 from .optimizer_steps import OptimizerSteps
+from .pages.traffic import render_traffic
 from .state import Installed, is_usable, load_units, save_units
-from .unit_comms import Shared, UnitComms, check_configs, choose_configs, decide_comms, warn_if_large
+from .unit_comms import Shared, UnitComms, choose_configs, decide_comms, summary_table, warn_if_large
 from .zero_grad import listen
-
-NUMBERS = ("parameters", "kept bytes", "will keep", "pending")
-"""Columns of `ZeroPP.summary`."""
 
 
 class ZeroPP:
@@ -74,13 +72,14 @@ class ZeroPP:
         all units share, is not in it: see `communication_bytes`.
         """
         self._shared.alarm.raise_if_any()
-        rows = [comms.describe() for comms in self.unit_comms]
-        table = Table(title=f"zeropp on {len(rows)} units")
-        for column in rows[0]:
-            table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*row.values())
-        return render(table) + ("" if self.search is None else self.search.table())
+        return render(summary_table(self.unit_comms)) + ("" if self.search is None else self.search.table())
+
+    def report(self, path: str | Path) -> None:
+        """Write a page, one HTML file: what this rank has sent, per unit and hop, over which nodes, and what
+        16-bit FSDP2 would have sent. Not a collective: any rank may write its own."""
+        topologies = [comms.topology for comms in self.unit_comms]
+        units = [comms.describe() for comms in self.unit_comms]
+        Path(path).write_text(render_traffic(self.ledger, topologies, units, dist.get_rank()))
 
     @property
     def communication_bytes(self) -> int:
@@ -127,9 +126,7 @@ class ZeroPP:
         the same under the new Config; else the weights are sent anew, and kept errors start at zero. The
         search of "auto" is over.
         """
-        overrides = dict(overrides or {})
-        check_configs(config, overrides)
-        self._switch(config, overrides, None)
+        self._switch(config, dict(overrides or {}), None)
 
     def _switch(self, config: Config, overrides: Mapping[str, Config], search: Search | None) -> None:
         self._raise_if_pending()

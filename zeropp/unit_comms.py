@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
 from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch, Wire
 from .config import Config
@@ -23,6 +24,9 @@ from .topology import Hop, Topology
 from .zero_grad import GradientWatch
 
 logger = logging.getLogger("zeropp")
+
+NUMBERS = ("parameters", "kept bytes", "will keep", "pending")
+"""Columns of `UnitComms.describe`."""
 
 
 class CommPair(NamedTuple):
@@ -205,6 +209,17 @@ class UnitComms:
         }
 
 
+def summary_table(unit_comms: Sequence[UnitComms]) -> Table:
+    """A line for every unit: see `ZeroPP.summary`."""
+    rows = [comms.describe() for comms in unit_comms]
+    table = Table(title=f"zeropp on {len(rows)} units")
+    for column in rows[0]:
+        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
 def check_configs(config: Config, overrides: Mapping[str, Config]) -> None:
     """Raise unless all of them are Configs."""
     given = {"config": config, **{f"overrides[{key!r}]": value for key, value in overrides.items()}}
@@ -214,6 +229,7 @@ def check_configs(config: Config, overrides: Mapping[str, Config]) -> None:
 
 
 def choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Config]) -> dict[Unit, Config]:
+    check_configs(config, overrides)
     chosen: dict[Unit, Config] = {}
     unmatched = set(overrides)
     for unit in units:

@@ -91,7 +91,7 @@ def test_the_worst_finding_counts_and_names_its_ranks() -> None:
 @pytest.mark.parametrize("name", ["node_size", "micro_batch", "micro_batches", "sequence", "rounds"])
 def test_bad_settings_are_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; expected a positive number"):
-        replace(Settings(), **{name: 0})
+        replace(Settings(), **{name: 0})  # type: ignore[arg-type]
 
 
 def test_presets_take_the_node_size() -> None:

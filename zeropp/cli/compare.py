@@ -8,9 +8,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from ..output_files import write_file
-from ..report.compare import compare_table, differences, read_runs, render_compare
-from ..report.page import check_page
+from ..output_files import check_file, write_file
+from ..report.compare import compare_table, differences, read_runs
+from ..report.compare_page import render_compare
 from .options import read_options
 
 FILE_WIDTH = 170  # of tables that go to a file
@@ -39,18 +39,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def show(paths: tuple[Path, ...], html: Path | None) -> None:
-    """Print the table, and write the page if it is wanted."""
-    if html is not None:
-        check_page(html)
+def show(paths: tuple[Path, ...], html: Path, title: str = "zeropp compare") -> None:
+    """Print the table and write the page."""
+    check_file(html)
     runs = read_runs(list(paths))
-    if html is not None:
-        write_file(html, render_compare(runs))
+    write_file(html, render_compare(runs, title))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
     console.print(compare_table(runs))
     for sentence in differences(runs):
         console.print(f"- {sentence}", markup=False)
-    if html is not None:
-        console.print(f"report: {html}", markup=False)
+    console.print(f"report: {html}", markup=False)

@@ -9,9 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..output_files import make_folder
+from ..output_files import check_file, make_folder
 from ..report.compare import loss_curves, read_runs
-from ..report.page import can_plot, check_page
 from ..train.demo import RUNS, find_place, run_demo
 from . import compare
 from .options import read_options
@@ -35,9 +34,8 @@ def main(arguments: list[str]) -> int:
     if options.steps < 1:
         raise ValueError(f"steps is {options.steps}; expected a positive number")
     make_folder(options.folder)
-    page = options.folder / "report.html" if can_plot() else None
-    if page is not None:
-        check_page(page)
+    page = options.folder / "report.html"
+    check_file(page)
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("left"))
     with (
@@ -55,9 +53,7 @@ def main(arguments: list[str]) -> int:
         folders = run_demo(options.folder, options.steps, place, show)
     runs = read_runs(list(folders.values()))
     console.print(loss_curves(runs))
-    compare.show(tuple(folders.values()), page)
-    if page is None:
-        console.print("no report with plots: it needs the package plotly (pip install 'zeropp[plots]')")
+    compare.show(tuple(folders.values()), page, "zeropp demo")
     for name, run in zip(RUNS, runs.values(), strict=True):
         console.print(f"checkpoint of {name}: {run.end.checkpoint if run.end else 'none'}", markup=False)
     console.print(f"took {time.monotonic() - started:.0f} seconds")

@@ -17,7 +17,6 @@ from ..doctor.check import PARTS, Part, Settings
 from ..doctor.visiting import Diagnosis, make_visit
 from ..output_files import check_file, write_file
 from ..report.doctor import EXPLANATION, doctor_tables, render_doctor, verdict
-from ..report.page import check_page
 from ..train.world import join_world
 from .lab_bench import FILE_WIDTH
 from .options import read_options
@@ -50,11 +49,9 @@ class Options:
 def main(arguments: list[str]) -> int:
     options = read_options(Options, arguments, "doctor")
     if os.environ.get("RANK", "0") == "0":  # who writes; other nodes need not have these folders
-        for path in (options.hardware, options.json):
+        for path in (options.hardware, options.json, options.html):
             if path is not None:
                 check_file(path)
-        if options.html is not None:
-            check_page(options.html)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)

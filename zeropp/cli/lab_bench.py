@@ -15,7 +15,6 @@ from ..bench.run import Settings, run_bench
 from ..output_files import check_file, write_file
 from ..report import bench_tables, render_bench
 from ..report.bench_tables import EXPLANATION
-from ..report.page import check_page
 from .options import read_options
 
 FILE_WIDTH = 170  # of tables that go to a file
@@ -41,7 +40,7 @@ def main(arguments: list[str]) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
-    check_page(options.html)
+    check_file(options.html)
     if options.show is not None:
         results = Results.load(options.show)
     else:

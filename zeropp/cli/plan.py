@@ -19,8 +19,8 @@ from ..plan.recommend import find_compared
 from ..plan.result import Plan
 from ..plan.scenario import Precision, Scenario
 from ..plan.sweep import Axes
-from ..report.page import check_page
-from ..report.plan import EXPLANATION, plan_tables, render_plan
+from ..report.plan import EXPLANATION, plan_tables
+from ..report.plan_page import render_plan
 from ..strategies import DEFAULT
 from .lab_bench import FILE_WIDTH
 from .options import read_options
@@ -100,11 +100,9 @@ def main(arguments: list[str]) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
-    for path in (options.json, options.trace):
+    for path in (options.json, options.html, options.trace):
         if path is not None:
             check_file(path)
-    if options.html is not None:
-        check_page(options.html)
     plan = _plan(options, console)
     for table in plan_tables(plan):
         console.print(table)

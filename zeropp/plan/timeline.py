@@ -90,14 +90,25 @@ class Timeline:
         split = self.critical_seconds
         return max(split, key=lambda kind: split[kind])
 
-    def phase_seconds(self) -> dict[Phase, float]:
-        """How long each phase lasts, of all micro-batches together. Recomputation is part of backward."""
-        seconds: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    def phases(self) -> list[tuple[Phase, float, float]]:
+        """Each phase of each micro-batch, with when it starts and ends. Recomputation is part of backward."""
+        found: list[tuple[Phase, float, float]] = []
         reached = 0.0
         for op in self.ops:
             if op.end > reached:
-                seconds["backward" if op.phase == "recompute" else op.phase] += op.end - reached
+                phase: Phase = "backward" if op.phase == "recompute" else op.phase
+                if found and found[-1][0] == phase:
+                    found[-1] = (phase, found[-1][1], op.end)
+                else:
+                    found.append((phase, reached, op.end))
                 reached = op.end
+        return found
+
+    def phase_seconds(self) -> dict[Phase, float]:
+        """How long each phase lasts, of all micro-batches together."""
+        seconds: dict[Phase, float] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        for phase, start, end in self.phases():
+            seconds[phase] += end - start
         return seconds
 
     @property

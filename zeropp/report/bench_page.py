@@ -1,138 +1,215 @@
-"""The benchmark's report: one HTML page that needs nothing else, with plotly's script inside."""
+"""The benchmark's report: one HTML page that needs nothing else."""
 
 from __future__ import annotations
 
-from html import escape
-from typing import Any
+from collections.abc import Callable
 
 from ..bench.profile import PARTS
-from ..bench.results import Results, verdicts
-from ..strategies import STRATEGIES
-from .bench_tables import COLUMNS, EXPLANATION, colors, main_lines, parts_lines, style_of
-from .page import HEIGHT, Figures, graph_objects, page, table
+from ..bench.results import Cell, Results, verdicts
+from ..pages import (
+    PART_COLORS,
+    STRATEGY_COLORS,
+    Bar,
+    Chart,
+    Line,
+    Part,
+    bars,
+    figure,
+    figures,
+    items,
+    lines,
+    page,
+    paragraph,
+    table,
+)
+from ..strategies import BASELINE, DEFAULT, STRATEGIES, Strategy
+from .bench_tables import COLUMNS, EXPLANATION, main_lines, parts_lines, style_of
+
+MIB = 2**20
 
 
 def render_bench(results: Results) -> str:
     """The page of a whole run."""
-    figures = Figures()
-    sections = [_summary(results)]
-    for micro_batches in results.micro_batches():
-        plural = "es" if micro_batches > 1 else ""
+    sections = [paragraph(f"{results.describe()}.")]
+    for count in results.micro_batches():
         sections += [
-            f"<h2>{micro_batches} micro-batch{plural} per optimizer step</h2>",
-            table([list(COLUMNS), *main_lines(results, micro_batches)], _class_of),
-            figures.add(_step_figure(results, micro_batches)),
-            figures.add(_parts_figure(results, micro_batches)),
-            table(parts_lines(results, micro_batches), _class_of),
+            f"<h2>{_per_step(count)}</h2>",
+            figures(step_chart(results, count), bytes_chart(results, count)),
+            table([list(COLUMNS), *main_lines(results, count)], _class_of),
         ]
-    sections += ["<h2>Bytes across nodes</h2>", figures.add(_bytes_figure(results))]
-    sections += ["<h2>Memory</h2>", figures.add(_memory_figure(results))]
+    sections += [
+        "<h2>What a reader should know</h2>",
+        items(verdicts(results)),
+        paragraph(f"{EXPLANATION}.", "note"),
+    ]
     if results.losses:
-        sections += ["<h2>Losses</h2>", figures.add(_loss_figure(results))]
-    return page("zeropp lab bench", results.describe(), sections)
+        sections += ["<h2>Losses</h2>", figure(loss_chart(results))]
+    sections.append("<h2>Where the time goes</h2>")
+    for count in results.micro_batches():
+        sections += [figure(parts_chart(results, count)), table(parts_lines(results, count), _class_of)]
+    sections += ["<h2>Memory</h2>", figures(*(memory_chart(results, n) for n in results.micro_batches()))]
+    return page("zeropp lab bench", headline(results), [*sections, _how(results)])
 
 
-def _summary(results: Results) -> str:
-    found = "".join(f"<li>{escape(sentence)}</li>" for sentence in verdicts(results))
-    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
-    size = results.workload
-    model = (
-        f"{size.layers} layers of width {size.width}, {size.batch} x {size.context} bytes per rank and "
-        f"micro-batch, seed {size.seed}; {versions}; took {results.seconds / 60:.0f} minutes"
+def headline(results: Results) -> str:
+    """The result in words: our default against the baseline, and who is faster than it."""
+    pairs = [
+        (ours, theirs)
+        for count in results.micro_batches()
+        if (ours := results.cell(DEFAULT, count)) and (theirs := results.cell(BASELINE, count))
+    ]
+    if not pairs:
+        return "Every strategy on one cluster, without a comparison: our default or the baseline was not run"
+    speed = _range([theirs.median_ms / ours.median_ms for ours, theirs in pairs], "{:.2f}x")
+    fewer = _range(
+        [theirs.sent_bytes / ours.sent_bytes for ours, theirs in pairs if ours.sent_bytes], "{:.3g}x"
     )
-    return (
-        f"<p>{escape(results.describe())}.<br>{escape(model)}.</p><h2>What a reader should know</h2>"
-        f'<ul>{found}</ul><p class="note">{escape(EXPLANATION)}</p>'
-    )
+    said = f"{speed} the throughput of FSDP2 with a 16-bit wire, {fewer} fewer bytes across nodes"
+    return f"{said}{_loss_in_words(results)}{_faster(results)}"
+
+
+def _loss_in_words(results: Results) -> str:
+    ours, theirs, noise = results.final_loss(DEFAULT), results.final_loss(BASELINE), results.loss_noise()
+    if ours is None or theirs is None:
+        return ""
+    if noise is not None and abs(ours - theirs) <= noise:
+        return ", same loss"
+    return f", loss {ours - theirs:+.4f}"
+
+
+def _faster(results: Results) -> str:
+    """Whoever wins is named, not in the small print."""
+    titles = {}
+    for count in results.micro_batches():
+        cells = [(strategy, cell) for strategy, cell in results.measured(count) if cell.step_ms]
+        strategy, _ = min(cells, key=lambda pair: pair[1].median_ms)
+        if strategy.name != DEFAULT:
+            titles[strategy.title] = f"{strategy.title} is faster with {_per_step(count)}"
+    return "".join(f"; {said}" for said in titles.values())
+
+
+def _range(values: list[float], form: str) -> str:
+    """
+    >>> _range([2.61, 3.07], "{:.1f}x"), _range([2.0], "{:.1f}x")
+    ('2.6x to 3.1x', '2.0x')
+    """
+    ends = list(dict.fromkeys(form.format(value) for value in (min(values), max(values))))
+    return " to ".join(ends)
+
+
+def _per_step(count: int) -> str:
+    return f"{count} micro-batch{'es' if count > 1 else ''} per step"
 
 
 def _class_of(title: str) -> str:
     return {"bold green": "ours", "bold": "baseline", "": ""}[style_of(title)]
 
 
-def _step_figure(results: Results, micro_batches: int) -> Any:
+def _chart(
+    results: Results,
+    count: int,
+    title: str,
+    unit: str,
+    row_of: Callable[[Strategy, Cell], Bar],
+    note: str = "",
+) -> Chart:
+    rows = [row_of(strategy, cell) for strategy, cell in results.measured(count)]
+    return bars(title, rows, unit, note=note)
+
+
+def step_chart(results: Results, count: int) -> Chart:
     """Median step times, with the limit of each strategy as a mark."""
-    go = graph_objects()
-    cells = [(strategy.title, cell) for strategy, cell in results.measured(micro_batches)]
-    titles = [title for title, _ in cells]
-    figure = go.Figure()
-    figure.add_bar(
-        y=titles,
-        x=[cell.median_ms for _, cell in cells],
-        error_x={"type": "data", "array": [cell.median_ms * cell.spread for _, cell in cells]},
-        orientation="h",
-        marker_color=[colors()[title] for title in titles],
-        name="step",
-    )
-    figure.add_scatter(
-        y=titles,
-        x=[results.limit_ms(cell) for _, cell in cells],
-        mode="markers",
-        marker={"symbol": "line-ns-open", "size": 22, "color": "#c1121f", "line": {"width": 3}},
-        name="limit",
-    )
-    figure.update_layout(title="Step time (ms)", height=HEIGHT, margin={"l": 260})
-    figure.update_yaxes(autorange="reversed")
-    return figure
+
+    def row(strategy: Strategy, cell: Cell) -> Bar:
+        speedup, limit = results.speedup(cell), results.limit_ms(cell)
+        text = _duration(cell.median_ms) + ("" if speedup is None else f", {speedup:.2f}x")
+        tip = f"{strategy.title}: {cell.median_ms:,.0f} ms a step, limit {limit:,.0f} ms"
+        part = Part(cell.median_ms, STRATEGY_COLORS[strategy.name], tip)
+        is_ours = strategy.name == DEFAULT
+        return Bar(strategy.title, text, (part,), is_ours, cell.median_ms * cell.spread, limit)
+
+    note = "Shorter is better. x: throughput against the baseline; red: the limit; black: the middle half."
+    return _chart(results, count, "Time of a step (ms)", "ms", row, note)
 
 
-def _parts_figure(results: Results, micro_batches: int) -> Any:
-    go = graph_objects()
-    cells = [(strategy.title, cell) for strategy, cell in results.measured(micro_batches)]
-    figure = go.Figure()
-    for part in PARTS:
-        values = [cell.parts_ms.get(part, 0.0) for _, cell in cells]
-        if any(values):
-            # plotly has ten colors and there are more parts: compute gets one that is not among them.
-            color = "#8d96a5" if part == "compute" else None
-            titles = [title for title, _ in cells]
-            figure.add_bar(y=titles, x=values, orientation="h", name=part, marker_color=color)
-    figure.update_layout(title="Where the time goes (ms)", barmode="stack", height=HEIGHT, margin={"l": 260})
-    figure.update_yaxes(autorange="reversed")
-    return figure
+def _duration(step_ms: float) -> str:
+    """
+    >>> _duration(1275.2), _duration(27_238.0)
+    ('1,275 ms', '27.2 s')
+    """
+    return f"{step_ms:,.0f} ms" if step_ms < 10_000 else f"{step_ms / 1e3:,.1f} s"
 
 
-def _bytes_figure(results: Results) -> Any:
-    """Sent per node and parameter, for each number of micro-batches, on a logarithmic scale."""
-    return _grouped_figure(
-        results,
-        "Bytes sent per node, parameter and step",
-        lambda cell: cell.sent_bytes / results.parameters,
-        log=True,
-    )
+def bytes_chart(results: Results, count: int) -> Chart:
+    def row(strategy: Strategy, cell: Cell) -> Bar:
+        each = cell.sent_bytes / results.parameters
+        tip = f"{strategy.title}: {cell.sent_bytes:,.0f} bytes a node and step"
+        part = Part(each, STRATEGY_COLORS[strategy.name], tip)
+        return Bar(strategy.title, f"{each:.2f}", (part,), strategy.name == DEFAULT)
+
+    title = "Bytes across nodes per parameter and step"
+    note = "Of one node, from the interface counters."
+    return _chart(results, count, title, "bytes per parameter", row, note)
 
 
-def _memory_figure(results: Results) -> Any:
-    return _grouped_figure(
-        results, "Peak resident memory of a rank (MiB)", lambda cell: cell.peak_bytes / 2**20, log=False
-    )
-
-
-def _grouped_figure(results: Results, title: str, value: Any, *, log: bool) -> Any:
-    go = graph_objects()
-    figure = go.Figure()
-    for micro_batches in results.micro_batches():
-        cells = [(strategy.title, cell) for strategy, cell in results.measured(micro_batches)]
-        figure.add_bar(
-            x=[title for title, _ in cells],
-            y=[value(cell) for _, cell in cells],
-            name=f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}",
+def memory_chart(results: Results, count: int) -> Chart:
+    def row(strategy: Strategy, cell: Cell) -> Bar:
+        part = Part(
+            cell.peak_bytes / MIB,
+            STRATEGY_COLORS[strategy.name],
+            f"{strategy.title}: {cell.model_state_bytes / MIB:,.0f} MiB of it model state, "
+            f"{cell.communication_bytes / MIB:,.0f} MiB communication state",
         )
-    figure.update_layout(title=title, barmode="group", height=HEIGHT + 80)
-    if log:
-        figure.update_yaxes(type="log")
-    return figure
+        return Bar(strategy.title, f"{cell.peak_bytes / MIB:,.0f} MiB", (part,), strategy.name == DEFAULT)
+
+    return _chart(results, count, f"Peak resident memory of a rank, {_per_step(count)}", "MiB", row)
 
 
-def _loss_figure(results: Results) -> Any:
-    go = graph_objects()
-    figure = go.Figure()
-    for strategy in STRATEGIES:
-        if strategy.name in results.losses:
-            figure.add_scatter(y=results.losses[strategy.name], mode="lines", name=strategy.title)
+def parts_chart(results: Results, count: int) -> Chart:
+    cells = results.measured(count)
+    used = [part for part in PARTS if any(cell.parts_ms.get(part) for _, cell in cells)]
+    rows = [
+        Bar(
+            strategy.title,
+            f"{sum(cell.parts_ms.values()):,.0f} ms",
+            tuple(
+                Part(
+                    cell.parts_ms.get(part, 0.0),
+                    PART_COLORS[part],
+                    f"{strategy.title}, {part}: {cell.parts_ms.get(part, 0.0):,.1f} ms",
+                )
+                for part in used
+                if cell.parts_ms.get(part)
+            ),
+            strategy.name == DEFAULT,
+        )
+        for strategy, cell in cells
+    ]
+    title = f"One profiled step by its parts, {_per_step(count)}"
+    note = "Parts of overlapped lines run beside compute: their sum is longer than the step."
+    return bars(title, rows, "ms", {part: PART_COLORS[part] for part in used}, note)
+
+
+def loss_chart(results: Results) -> Chart:
+    drawn = [
+        Line(strategy.title, STRATEGY_COLORS[strategy.name], _numbered(results.losses[strategy.name]))
+        for strategy in STRATEGIES
+        if strategy.name in results.losses
+    ]
     if results.other_seed_losses:
-        figure.add_scatter(
-            y=results.other_seed_losses, mode="lines", name="baseline, another seed", line={"dash": "dot"}
-        )
-    figure.update_layout(title="Loss per step, one micro-batch", height=HEIGHT, xaxis_title="step")
-    return figure
+        color = STRATEGY_COLORS[BASELINE]
+        drawn.append(Line("baseline, another seed", color, _numbered(results.other_seed_losses), dotted=True))
+    return lines("Loss per step, one micro-batch", drawn, "step", "loss")
+
+
+def _numbered(losses: list[float]) -> list[tuple[float, float]]:
+    return [(float(step), loss) for step, loss in enumerate(losses, 1)]
+
+
+def _how(results: Results) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    size = results.workload
+    return "<h2>How it was measured</h2>" + paragraph(
+        f"{size.layers} layers of width {size.width}, {size.batch} x {size.context} bytes per rank and "
+        f"micro-batch, seed {size.seed}; {versions}; took {results.seconds / 60:.0f} minutes."
+    )

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from ..bench.profile import PARTS
 from ..bench.results import Cell, Results
-from ..strategies import BASELINE, DEFAULT, STRATEGIES, Strategy
+from ..strategies import BASELINE, DEFAULT, STRATEGIES
 
 MIB = 2**20
 COLUMNS = (
@@ -117,12 +117,3 @@ def as_table(title: str, lines: list[list[str]]) -> Table:
     for line in lines[1:]:
         table.add_row(*line, style=style_of(line[0]))
     return table
-
-
-def colors() -> dict[str, str]:
-    """One color per kind of strategy, for plots."""
-
-    def color(strategy: Strategy) -> str:
-        return "#2a9d5c" if strategy.name == DEFAULT else "#8ecfa8" if strategy.is_ours else "#8a94a6"
-
-    return {strategy.title: color(strategy) for strategy in STRATEGIES}

@@ -1,18 +1,14 @@
-"""Training runs side by side, from their metrics files: as text for a table, and as one HTML file."""
+"""Training runs side by side, from their metrics files, as text for a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from html import escape
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from rich.table import Table
 
 from ..train.metrics import FILE_NAME, Metrics
-from ..wording import count
-from .page import HEIGHT, Figures, graph_objects, page, table
 
 COLUMNS = (
     "",
@@ -59,7 +55,7 @@ def compare_lines(runs: Mapping[str, Metrics]) -> list[list[str]]:
     first = next(iter(runs.values()))
     lines = [list(COLUMNS)]
     for name, run in runs.items():
-        sent, sent_first = _bytes_per_node(run), _bytes_per_node(first)
+        sent, sent_first = bytes_per_node(run), bytes_per_node(first)
         lines.append(
             [
                 name,
@@ -115,35 +111,7 @@ def loss_curves(runs: Mapping[str, Metrics], points: int = 8) -> Table:
     return shown
 
 
-def render_compare(runs: Mapping[str, Metrics]) -> str:
-    """A page with the table, losses and bytes."""
-    figures = Figures()
-    sections = [
-        "".join(f"<p>{escape(text)}</p>" for text in _describe(runs)),
-        table(compare_lines(runs)),
-        "".join(f"<p>{escape(text)}.</p>" for text in differences(runs)),
-        f'<p class="note">{escape(EXPLANATION)}.</p>',
-        figures.add(_loss_figure(runs)),
-        figures.add(_validation_figure(runs)),
-        figures.add(_bytes_figure(runs)),
-    ]
-    return page("zeropp compare", ", ".join(runs), sections)
-
-
-def _describe(runs: Mapping[str, Metrics]) -> list[str]:
-    """What each run was."""
-    texts = []
-    for name, run in runs.items():
-        versions = ", ".join(f"{package} {number}" for package, number in run.info.versions.items())
-        sends = ", ".join(f"{key} {value}" for key, value in run.info.config["zeropp"].items())
-        texts.append(
-            f"{name}: {run.info.parameters:,} parameters, {count(run.info.ranks, 'rank')} on "
-            f"{count(run.info.nodes, 'node')}, {run.info.device}, {versions}; zeropp: {sends}"
-        )
-    return texts
-
-
-def _bytes_per_node(run: Metrics) -> float:
+def bytes_per_node(run: Metrics) -> float:
     return run.across_bytes_per_step / run.info.nodes
 
 
@@ -152,26 +120,3 @@ def _difference(run: Metrics, first: Metrics) -> str:
         return "-"
     ratio = run.evaluations[-1].validation_loss / first.evaluations[-1].validation_loss
     return f"{ratio - 1:+.2%}"
-
-
-def _loss_figure(runs: Mapping[str, Metrics]) -> Any:
-    figure = graph_objects().Figure()
-    for name, run in runs.items():
-        steps, losses = [r.step for r in run.steps], [r.loss for r in run.steps]
-        figure.add_scatter(x=steps, y=losses, mode="lines", name=name)
-    return figure.update_layout(title="Training loss", height=HEIGHT, xaxis_title="step")
-
-
-def _validation_figure(runs: Mapping[str, Metrics]) -> Any:
-    figure = graph_objects().Figure()
-    for name, run in runs.items():
-        steps, losses = [e.step for e in run.evaluations], [e.validation_loss for e in run.evaluations]
-        figure.add_scatter(x=steps, y=losses, mode="lines+markers", name=name)
-    return figure.update_layout(title="Validation loss", height=HEIGHT, xaxis_title="step")
-
-
-def _bytes_figure(runs: Mapping[str, Metrics]) -> Any:
-    figure = graph_objects().Figure()
-    sent = [_bytes_per_node(run) / run.info.parameters for run in runs.values()]
-    figure.add_bar(x=list(runs), y=sent, texttemplate="%{y:.2f}")
-    return figure.update_layout(title="Bytes across nodes, per node, parameter and step", height=HEIGHT)

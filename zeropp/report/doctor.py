@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from ..doctor.check import Result, State, StepTime
 from ..doctor.hardware import TOO_FAST_NS
 from ..doctor.visiting import Diagnosis
+from ..pages import items, page, paragraph, table
 from ..plan.hardware import Hardware
 from .bench_tables import as_table
-from .page import page, table
 
 COLORS: dict[State, str] = {"ok": "green", "not run": "dim", "warning": "yellow", "fault": "bold red"}
 LINK_COLUMNS = ("", "latency us", "GB/s")
@@ -73,16 +71,15 @@ def verdict(diagnosis: Diagnosis) -> str:
 
 
 def render_doctor(diagnosis: Diagnosis) -> str:
-    """One page."""
-    sections = [f"<p><b>{escape(verdict(diagnosis))}</b></p>"]
-    sections += [f"<p>{escape(sentence)}</p>" for sentence in diagnosis.advice]
+    """A page with the verdict, the advice, step times, links, and every check."""
+    sections = [paragraph(f"{diagnosis.subject}."), items(diagnosis.advice)]
     if diagnosis.steps:
-        sections += [table(step_lines(diagnosis.steps)), f'<p class="note">{escape(EXPLANATION)}</p>']
+        sections += [table(step_lines(diagnosis.steps)), paragraph(f"{EXPLANATION}.", "note")]
     if diagnosis.hardware is not None:
-        sections += [table(link_lines(diagnosis.hardware))]
+        sections += ["<h2>Links</h2>", table(link_lines(diagnosis.hardware))]
     columns = ["check", "", "what it did", "what it saw", "what to do", "seconds"]
-    sections += [table([columns, *map(_line, diagnosis.results)])]
-    return page("zeropp doctor", diagnosis.subject, sections)
+    sections += ["<h2>Checks</h2>", table([columns, *map(_line, diagnosis.results)])]
+    return page("zeropp doctor", verdict(diagnosis), sections)
 
 
 def _line(result: Result) -> list[str]:

@@ -1,0 +1,138 @@
+"""The pictures of docs/pictures, from the measured numbers in docs/data: python benchmarks/pictures.py
+
+- two-hops.svg: what each link carries in a step, of FSDP2 with a 16-bit wire and of zeropp (steps.json)
+- step.svg: a step of both on one axis (steps.json)
+- bench.svg: bytes and throughput of every strategy (bench-paper.json, from `zeropp lab bench --regime paper`)
+
+How steps.json was measured stands in benchmarks/step_timelines.py. A picture is one SVG file that follows the
+reader's light or dark.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from zeropp.bench.results import Results
+from zeropp.comm.ledger import Ledger
+from zeropp.pages import WORK_COLORS, Chart, Phase, Span, Step, timelines
+from zeropp.pages.cluster import draw_cluster
+from zeropp.pages.page import CHART_STYLE, COLORS
+from zeropp.pages.traffic import carried
+from zeropp.report.bench_page import bytes_chart, headline, step_chart
+
+DOCS = Path(__file__).parents[1] / "docs"
+NODES = [[0, 1], [2, 3]]
+TITLES = ("FSDP2, 16-bit wire: one ring", "zeropp: two hops")
+WIDTH, MARGIN, GAP = 860, 20, 36
+LETTER = 7.2
+"""Pixels of a letter, about."""
+MACHINE = "2 cores of an AMD EPYC, torch 2.13, gloo"
+
+
+def main() -> None:
+    (DOCS / "pictures").mkdir(exist_ok=True)
+    for name, text in draw_all().items():
+        (DOCS / "pictures" / name).write_text(text)
+
+
+def draw_all() -> dict[str, str]:
+    steps = json.loads((DOCS / "data" / "steps.json").read_text())
+    results = Results.load(DOCS / "data" / "bench-paper.json")
+    return {"two-hops.svg": two_hops(steps), "step.svg": one_step(steps), "bench.svg": bench(results)}
+
+
+def two_hops(steps: list[dict[str, Any]]) -> str:
+    ledgers = [_ledger(step) for step in steps]
+    links = [[carried(ledger, across=across) for across in (False, True)] for ledger in ledgers]
+    most = max(link.sent_bytes for pair in links for link in pair)
+    charts = [
+        draw_cluster(title, NODES, in_node, across, most)
+        for title, (in_node, across) in zip(TITLES, links, strict=True)
+    ]
+    sent = [ledger.total().across_bytes for ledger in ledgers]
+    title = f"{sent[0] / sent[1]:.1f}x fewer bytes across nodes"
+    note = f"One step of a {steps[0]['parameters'] / 1e6:.1f}M-parameter GPT; from the ledger of rank 0"
+    return picture(title, note, [charts])
+
+
+def _ledger(step: dict[str, Any]) -> Ledger:
+    ledger = Ledger()
+    for unit, collective, hop, _, wire_bytes, across_bytes in step["sent"]:
+        ledger.record(unit, collective, hop, wire_bytes=wire_bytes, across_bytes=across_bytes)
+    return ledger
+
+
+def one_step(steps: list[dict[str, Any]]) -> str:
+    drawn = [
+        Step(
+            step["title"],
+            [Span(kind, kind, start, end, name) for kind, start, end, name in step["spans"]],
+            [Phase(*phase) for phase in step["phases"]],
+            step["seconds"],
+        )
+        for step in steps
+    ]
+    chart = timelines("What runs when (ms)", drawn, list(WORK_COLORS), WORK_COLORS)
+    title = f"One step: {drawn[0].seconds / drawn[1].seconds:.1f}x as fast"
+    note = f"2 nodes x 2 ranks, links of 175 Mbit/s; a profile of rank 0; {MACHINE}"
+    return picture(title, note, [[chart]])
+
+
+def bench(results: Results) -> str:
+    rows = [
+        [
+            replace(chart, title=f"{chart.title}: {count} micro-batch{'es' if count > 1 else ''}")
+            for chart in (step_chart(results, count), bytes_chart(results, count))
+        ]
+        for count in results.micro_batches()
+    ]
+    note = f"{results.describe().split(' (')[0]}; red: what no step can beat; {MACHINE}"
+    return picture(headline(results), note, rows)
+
+
+def picture(title: str, note: str, rows: Sequence[Sequence[Chart]]) -> str:
+    """Rows of charts, in a file of their own."""
+    drawn, top = [], 62.0
+    for row in rows:
+        width = (WIDTH - 2 * MARGIN - GAP * (len(row) - 1)) / len(row)
+        drawn += [
+            _chart(chart, MARGIN + number * (width + GAP), top, width) for number, chart in enumerate(row)
+        ]
+        top += max(_head(chart) + chart.height for chart in row) + 18
+    head = f'<text x="{MARGIN}" y="28" style="font-size: 17px; font-weight: 700">{escape(title)}</text>'
+    head += f'<text class="soft" x="{MARGIN}" y="48">{escape(note)}</text>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top:.0f}" '
+        f'viewBox="0 0 {WIDTH} {top:.0f}" role="img" aria-label="{escape(title)}">'
+        f'<style>{COLORS}{CHART_STYLE}</style><rect width="100%" height="100%" fill="var(--paper)"/>{head}'
+        f"{''.join(drawn)}</svg>\n"
+    )
+
+
+def _head(chart: Chart) -> int:
+    """Pixels above a chart: its title, and its legend."""
+    return 46 if chart.legend else 26
+
+
+def _chart(chart: Chart, left: float, top: float, width: float) -> str:
+    drawn = [f'<text class="strong" x="{left}" y="{top + 14}">{escape(chart.title)}</text>']
+    at = left
+    for text, color in chart.legend.items():
+        drawn.append(f'<rect x="{at}" y="{top + 24}" width="10" height="10" rx="2" fill="{color}"/>')
+        drawn.append(f'<text class="soft" x="{at + 15}" y="{top + 33}">{escape(text)}</text>')
+        at += 30 + LETTER * len(text)
+    below = top + _head(chart)
+    drawn.append(
+        f'<svg x="{left}" y="{below}" width="{chart.gutter}" height="{chart.height}">{chart.labels}</svg>'
+    )
+    inside = f'x="{left + chart.gutter}" y="{below}" width="{width - chart.gutter}" height="{chart.height}"'
+    return "".join(drawn) + f"<svg {inside}>{chart.body}</svg>"
+
+
+if __name__ == "__main__":
+    main()
