@@ -84,13 +84,11 @@ def one_step(steps: list[dict[str, Any]]) -> str:
 
 
 def bench(results: Results) -> str:
-    rows = [
-        [
-            replace(chart, title=f"{chart.title}: {count} micro-batch{'es' if count > 1 else ''}")
-            for chart in (step_chart(results, count), bytes_chart(results, count))
-        ]
-        for count in results.micro_batches()
-    ]
+    rows = []
+    for count in results.micro_batches():
+        where = f"{count} micro-batch{'es' if count > 1 else ''} per step"
+        steps = replace(step_chart(results, count), title=f"Time of a step, {where}")
+        rows.append([steps, replace(bytes_chart(results, count), title=f"Bytes across nodes, {where}")])
     note = f"{results.describe().split(' (')[0]}; red: what no step can beat; {MACHINE}"
     return picture(headline(results), note, rows)
 
@@ -104,7 +102,7 @@ def picture(title: str, note: str, rows: Sequence[Sequence[Chart]]) -> str:
             _chart(chart, MARGIN + number * (width + GAP), top, width) for number, chart in enumerate(row)
         ]
         top += max(_head(chart) + chart.height for chart in row) + 18
-    head = f'<text x="{MARGIN}" y="28" style="font-size: 17px; font-weight: 700">{escape(title)}</text>'
+    head = f'<text x="{MARGIN}" y="28" style="font-size: 15px; font-weight: 700">{escape(title)}</text>'
     head += f'<text class="soft" x="{MARGIN}" y="48">{escape(note)}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top:.0f}" '

@@ -50,7 +50,7 @@ async function look(name, path, width) {
   found[name][width] = {
     overflow: root.scrollWidth - root.clientWidth,
     clipped, collide,
-    tip: bar ? [page.getElementById("tip").textContent, bar.dataset.tip] : null,
+    tip: bar ? [page.getElementById("tip")?.textContent, bar.dataset.tip] : null,
     zoom: zoom ? after / before : null,
     background: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
     headline: page.querySelector("h1").textContent,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,7 @@ WRONG = """<!doctype html><body style="background: white; margin: 0"><h1 style="
 <text x="180" y="40">clipped here</text><rect width="nan%" height="1"/></svg></div>
 <script>missing()</script></body>"""
 PAGES = ("bench", "compare", "plan", "traffic")
+PICTURES = sorted((Path(__file__).parents[2] / "docs" / "pictures").glob("*.svg"))
 
 
 class Opened(NamedTuple):
@@ -54,7 +56,11 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
         "plan": render_plan(plan),
         "traffic": sample_page(),
     }
-    light, console = open_pages(pages, folder)
+    pictures = {
+        f"{path.stem}-picture": f'<!doctype html><h1>picture</h1><div class="plot">{path.read_text()}</div>'
+        for path in PICTURES
+    }
+    light, console = open_pages(pages | pictures, folder)
     wrong, complaints = open_pages({**pages, "wrong": WRONG}, folder, dark=True)
     numbers = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("bench", "plan")}
     return Opened(light, wrong, console, complaints, numbers)
@@ -72,6 +78,11 @@ def test_a_page_fits_its_width(opened: Opened, name: str, width: str) -> None:
     assert found["overflow"] == 0
     assert found["clipped"] == []
     assert found["collide"] == []
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_a_picture_cuts_nothing_off(opened: Opened, path: Path) -> None:
+    assert opened.light[f"{path.stem}-picture"]["1280"]["clipped"] == []
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -30,8 +30,8 @@ def test_the_report_says_what_the_tables_say() -> None:
 def test_the_result_in_words() -> None:
     results = sample_results()
     assert headline(results) == (
-        "0.44x to 3.50x the throughput of FSDP2 with a 16-bit wire, 6.49x fewer bytes across nodes, same "
-        "loss; HSDP, gradients as bf16 is faster with 8 micro-batches per step"
+        "0.44x to 3.50x the throughput of 16-bit FSDP2, 6.49x fewer bytes across nodes, same loss; "
+        "HSDP, gradients as bf16 is faster with 8 micro-batches per step"
     )
     results.losses["default"][-1] = 2.5
     assert "across nodes, loss +0.5000; HSDP" in headline(results)

@@ -20,7 +20,7 @@ LINE_HEIGHT = 240
 LANE_ROW, LANE_HEIGHT, HEAD_ROW = 22, 16, 44
 AXIS_ROW = 40
 """Pixels below a chart: numbers, and what they are."""
-ROW_LETTERS = 55
+ROW_LETTERS = 54
 """That have room beside each other on a screen of 390 pixels."""
 MAX_POINTS = 120
 """Of a line; one that has more is shown by means."""
@@ -89,7 +89,7 @@ def fitting(row: Bar) -> str:
     """The label, without its middle if there is no room for it beside the value.
 
     >>> fitting(Bar("runs/of/november/the/one/with/quite/a/long/name/plain", "14.44", ()))
-    'runs/of/november/the/one/…/quite/a/long/name/plain'
+    'runs/of/november/the/one…/quite/a/long/name/plain'
     """
     room = ROW_LETTERS - len(row.text)
     half = (room - 1) // 2

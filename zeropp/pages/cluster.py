@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .charts import Chart
 from .palette import WORK_COLORS
 
-NODE_HEIGHT, GAP = 104, 84
+NODE_HEIGHT, GAP = 104, 88
 MAX_RANKS = 4
 """Of a node that are drawn, and two nodes; what there is more of is said."""
 WIDEST = 14
@@ -42,8 +42,9 @@ def draw_cluster(
         drawn += [_rail(_center(rank, shown), across, most) for rank in range(shown)]
         middle = NODE_HEIGHT + GAP / 2
         between = f"{len(nodes) - 2} more nodes between; " if len(nodes) > 2 else ""
-        drawn.append(_text("50%", middle - 3, between + "across nodes, per rank", "soft"))
-        drawn.append(_text("50%", middle + 14, across.text, "strong"))
+        drawn.append(_text("50%", middle - 14, between + "across nodes, per rank", "soft"))
+        for line, text in enumerate(across.text.split(", ")):
+            drawn.append(_text("50%", middle + 4 + 17 * line, text, "strong"))
         drawn.append(_node(len(nodes) - 1, NODE_HEIGHT + GAP, last, in_node, most))
     colors = {
         "link inside a node": WORK_COLORS["in-node link"],

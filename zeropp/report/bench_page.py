@@ -64,7 +64,7 @@ def headline(results: Results) -> str:
     fewer = _range(
         [theirs.sent_bytes / ours.sent_bytes for ours, theirs in pairs if ours.sent_bytes], "{:.3g}x"
     )
-    said = f"{speed} the throughput of FSDP2 with a 16-bit wire, {fewer} fewer bytes across nodes"
+    said = f"{speed} the throughput of 16-bit FSDP2, {fewer} fewer bytes across nodes"
     return f"{said}{_loss_in_words(results)}{_faster(results)}"
 
 
@@ -134,10 +134,10 @@ def step_chart(results: Results, count: int) -> Chart:
 
 def _duration(step_ms: float) -> str:
     """
-    >>> _duration(1275.2), _duration(27_238.0)
-    ('1,275 ms', '27.2 s')
+    >>> _duration(275.2), _duration(1275.2), _duration(27_238.0)
+    ('275 ms', '1.28 s', '27.2 s')
     """
-    return f"{step_ms:,.0f} ms" if step_ms < 10_000 else f"{step_ms / 1e3:,.1f} s"
+    return f"{step_ms:.3g} ms" if step_ms < 1000 else f"{step_ms / 1e3:,.3g} s"
 
 
 def bytes_chart(results: Results, count: int) -> Chart:
