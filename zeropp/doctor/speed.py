@@ -236,13 +236,11 @@ def advise(steps: Sequence[StepTime]) -> list[str]:
     best = next(by_name[name] for name in ADVISED if by_name[name].speedup * margin >= fastest)
     waits = max(0.0, 1 - by_name[COMPUTE.title].milliseconds / plain.milliseconds)
     why = f"{waits:.0%} of plain FSDP2's step is not compute"
-    times = f"{best.milliseconds:,.0f} ms a step, plain FSDP2 {plain.milliseconds:,.0f} ms"
+    ratio = f"{best.speedup / plain.speedup:.2f}x as fast as plain FSDP2, step for step"
+    times = f"{best.milliseconds:,.0f} ms and {plain.milliseconds:,.0f} ms in the median"
     sure = f"two measurements of plain FSDP2 differ by {noise:.0%}"
     if best.speedup < margin * plain.speedup:
-        return [f"Plain FSDP2 is as good here: zeropp.{best.name} takes {times}; {why}; {sure}."]
+        return [f"Plain FSDP2 is as good here: zeropp.{best.name} is {ratio} ({times}); {why}; {sure}."]
     if best.across_bytes is not None and plain.across_bytes:
         why += f", and of what that sends across nodes {best.across_bytes / plain.across_bytes:.0%} is left"
-    speedup = plain.milliseconds / best.milliseconds
-    return [
-        f"Use zeropp.{best.name}, {speedup:.2f}x as fast as plain FSDP2: it takes {times}; {why}; {sure}."
-    ]
+    return [f"Use zeropp.{best.name}, {ratio} ({times}); {why}; {sure}."]
