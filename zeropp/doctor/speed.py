@@ -228,21 +228,19 @@ def advise(steps: Sequence[StepTime]) -> list[str]:
     Config.off() is plain FSDP2, too, bit for bit: by how much their times differ is noise, and what is no
     further apart than that is as fast."""
     by_name = {step.name: step for step in steps}
-    *_, repeated = (step for step in steps if step.name in PLAIN_TITLES)
-    plain = min((step for step in steps if step.name in PLAIN_TITLES), key=lambda step: step.milliseconds)
-    noise = abs(by_name["Config.off()"].milliseconds / repeated.milliseconds - 1)
-    margin = max(SAME, noise)
-    fastest = min(by_name[name].milliseconds for name in ADVISED)
-    best = next(by_name[name] for name in ADVISED if by_name[name].milliseconds <= (1 + margin) * fastest)
+    *_, repeated = plain_ones = [step for step in steps if step.name in PLAIN_TITLES]
+    plain = max(plain_ones, key=lambda step: step.speedup)
+    noise = abs(by_name["Config.off()"].speedup / repeated.speedup - 1)
+    margin = 1 + max(SAME, noise)
+    fastest = max(by_name[name].speedup for name in ADVISED)
+    best = next(by_name[name] for name in ADVISED if by_name[name].speedup * margin >= fastest)
     waits = max(0.0, 1 - by_name[COMPUTE.title].milliseconds / plain.milliseconds)
     why = f"{waits:.0%} of plain FSDP2's step is not compute"
-    times = f"{best.milliseconds:,.0f} ms a step, plain FSDP2 {plain.milliseconds:,.0f} ms"
+    ratio = f"{best.speedup / plain.speedup:.2f}x as fast as plain FSDP2, step for step"
+    times = f"{best.milliseconds:,.0f} ms and {plain.milliseconds:,.0f} ms in the median"
     sure = f"two measurements of plain FSDP2 differ by {noise:.0%}"
-    if best.milliseconds > (1 - margin) * plain.milliseconds:
-        return [f"Plain FSDP2 is as good here: zeropp.{best.name} takes {times}; {why}; {sure}."]
+    if best.speedup < margin * plain.speedup:
+        return [f"Plain FSDP2 is as good here: zeropp.{best.name} is {ratio} ({times}); {why}; {sure}."]
     if best.across_bytes is not None and plain.across_bytes:
         why += f", and of what that sends across nodes {best.across_bytes / plain.across_bytes:.0%} is left"
-    speedup = plain.milliseconds / best.milliseconds
-    return [
-        f"Use zeropp.{best.name}, {speedup:.2f}x as fast as plain FSDP2: it takes {times}; {why}; {sure}."
-    ]
+    return [f"Use zeropp.{best.name}, {ratio} ({times}); {why}; {sure}."]
