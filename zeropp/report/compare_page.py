@@ -17,7 +17,7 @@ SAME = 0.01
 """Validation losses that differ by less are called the same; the difference stands beside it."""
 COMPILER = (
     "On a CPU, the peak of a run with codecs has the compiler of their kernels in it, numba and LLVM, about "
-    "110 MiB in every rank, or 170 in the run that compiles them first, whatever the model; what zeropp "
+    "110 MiB in every rank, or 180 in one that compiles them first, whatever the model; what zeropp "
     "itself keeps has a column of its own."
 )
 
