@@ -31,6 +31,7 @@ from .config import Config
 from .kept import Kept
 from .no_sync import on_gradient_sync
 from .optimizer_steps import OptimizerSteps
+from .output_files import write_file
 from .pages.traffic import render_traffic
 from .state import Installed, is_usable, load_units, save_units
 from .unit_comms import Shared, UnitComms, choose_configs, decide_comms, summary_table, warn_if_large
@@ -79,7 +80,7 @@ class ZeroPP:
         16-bit FSDP2 would have sent. Not a collective: any rank may write its own."""
         topologies = [comms.topology for comms in self.unit_comms]
         units = [comms.describe() for comms in self.unit_comms]
-        Path(path).write_text(render_traffic(self.ledger, topologies, units, dist.get_rank()))
+        write_file(Path(path), render_traffic(self.ledger, topologies, units, dist.get_rank()))
 
     @property
     def communication_bytes(self) -> int:

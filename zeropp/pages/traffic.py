@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..comm.ledger import Ledger
 from ..topology import Topology
+from ..wording import size
 from .charts import Bar, Chart, Part, bars
 from .cluster import Carried, draw_cluster
 from .page import figure, figures, page, paragraph, table
@@ -127,17 +128,6 @@ def sent_lines(ledger: Ledger) -> list[list[str]]:
         [*key, f"{traffic.calls:,}", f"{traffic.wire_bytes:,}", f"{traffic.across_bytes:,}"]
         for key, traffic in ledger.rows()
     ]
-
-
-def size(number: float) -> str:
-    """
-    >>> size(999), size(54_321), size(8_322_112)
-    ('999 bytes', '54.3 kB', '8.32 MB')
-    """
-    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {letter}B"
-    return f"{number:.0f} bytes"
 
 
 def _units(ledger: Ledger) -> list[str]:

@@ -68,19 +68,13 @@ def headline(plan: Plan) -> str:
     if plain is best:
         return f"{best.strategy.title} is the fastest here: {step}"
     ratio = plain.step_seconds / best.step_seconds
-    sent, sent_plain = _sent(best), _sent(plain)
+    sent, sent_plain = best.sent_bytes, plain.sent_bytes
     fewer = f" and {sent_plain / sent:.3g}x fewer bytes across nodes" if sent else ""
     return f"{best.strategy.title}: {step}, {ratio:.2f}x the throughput of plain FSDP2{fewer}"
 
 
 def _plain(plan: Plan) -> PlannedStrategy | None:
     return next((planned for planned in plan.strategies if planned.strategy.name == PLAIN), None)
-
-
-def _sent(planned: PlannedStrategy) -> float:
-    """Bytes that a node sends to others in a step."""
-    trace = planned.timeline.trace
-    return trace.ranks_per_node * sum(hop.across_bytes for hop in trace.hops())
 
 
 def step_chart(plan: Plan) -> Chart:
@@ -97,7 +91,7 @@ def step_chart(plan: Plan) -> Chart:
 def bytes_chart(plan: Plan) -> Chart:
     rows = []
     for planned in plan.strategies:
-        strategy, sent = planned.strategy, _sent(planned)
+        strategy, sent = planned.strategy, planned.sent_bytes
         part = Part(sent / 1e9, STRATEGY_COLORS[strategy.name], f"{strategy.title}: {sent:,.0f} bytes")
         rows.append(Bar(strategy.title, f"{sent / 1e9:,.3g} GB", (part,), strategy.name == DEFAULT))
     return bars("Sent by a node to others in a step (GB)", rows, "GB")
