@@ -13,10 +13,12 @@ from zeropp.bench.results import Results
 from zeropp.report import render_bench
 from zeropp.report.compare import read_runs
 from zeropp.report.compare_page import render_compare
+from zeropp.report.doctor import render_doctor, verdict
 from zeropp.report.plan_page import render_plan
 
 from ..bench.samples import sample_results
 from ..report.test_compare import write_run
+from ..report.test_doctor import DIAGNOSIS
 from ..report.test_plan import sample_plan
 from .test_traffic import sample_ledger, sample_page
 
@@ -26,7 +28,7 @@ WRONG = """<!doctype html><body style="background: white; margin: 0"><h1 style="
 <div class="plot"><svg width="200" height="50"><text x="0" y="20">one</text><text x="5" y="20">other</text>
 <text x="180" y="40">clipped here</text><rect width="nan%" height="1"/></svg></div>
 <script>missing()</script></body>"""
-PAGES = ("bench", "compare", "plan", "traffic")
+PAGES = ("bench", "compare", "doctor", "plan", "traffic")
 PICTURES = sorted((Path(__file__).parents[2] / "docs" / "pictures").glob("*.svg"))
 
 
@@ -53,6 +55,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     pages = {
         "bench": render_bench(Results.load(folder / "bench.json")),
         "compare": render_compare(read_runs(runs)),
+        "doctor": render_doctor(DIAGNOSIS),
         "plan": render_plan(plan),
         "traffic": sample_page(),
     }
@@ -127,6 +130,13 @@ def test_bench_shows_the_numbers_of_its_json(opened: Opened) -> None:
     in_proportion(widths(found["bars"][0]), [sorted(cell["step_ms"])[1] for cell in cells])
     in_proportion(widths(found["bars"][1]), [cell["sent_bytes"] for cell in cells])
     assert "3.50x" in found["headline"]
+
+
+def test_doctor_shows_the_numbers_of_its_steps(opened: Opened) -> None:
+    found, steps = opened.light["doctor"]["1280"], DIAGNOSIS.steps
+    assert [row[:2] for row in found["tables"][0][1:]] == [[s.name, f"{s.milliseconds:,.1f}"] for s in steps]
+    in_proportion(widths(found["bars"][0]), [step.milliseconds for step in steps])
+    assert found["headline"] == verdict(DIAGNOSIS)
 
 
 def test_plan_shows_the_numbers_of_its_json(opened: Opened) -> None:

@@ -12,8 +12,9 @@ from zeropp.report.doctor import doctor_tables, render_doctor, verdict
 GOOD = Result("kernels", "int8", "compares <all>", "ok", "448 are the same [bit for bit]", "", 1.25)
 BAD = Result("collectives", "hop across", "sends", "fault", "rank 1: nothing", "do not train", 2.0)
 STEP = StepTime("Config()", 1234.5, 1.5, 2_000_000.0, 0.25)
+PLAIN = StepTime("FSDP2 as it comes", 1851.7, 1.0, 9_000_000.0, 0.1)
 HARDWARE = replace(find_hardware("a100-100g"), measured={"all_gather across": Cost(12.0, 0.5)})
-DIAGNOSIS = Diagnosis("4 ranks, cpu", [GOOD, BAD], [STEP], ["Use zeropp.Config()."], HARDWARE)
+DIAGNOSIS = Diagnosis("4 ranks, cpu", [GOOD, BAD], [PLAIN, STEP], ["Use zeropp.Config()."], HARDWARE)
 
 
 def test_tables_have_every_finding_rate_and_step() -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from ..doctor.check import Result, State, StepTime
 from ..doctor.hardware import TOO_FAST_NS
 from ..doctor.visiting import Diagnosis
-from ..pages import items, page, paragraph, table
+from ..pages import Bar, Chart, Part, bars, colors_of, figure, items, page, paragraph, table
 from ..plan.hardware import Hardware
+from ..strategies import DEFAULT
 from .bench_tables import as_table
 
 COLORS: dict[State, str] = {"ok": "green", "not run": "dim", "warning": "yellow", "fault": "bold red"}
+STRATEGIES = {
+    "FSDP2 as it comes": "fsdp2",
+    "Config.wire16()": "wire16-overlap",
+    "Config.paper()": "paper",
+    "Config()": DEFAULT,
+    "Config.four_bit()": "four-bit",
+}
+"""Ways to train that have a color of their own on every page."""
 LINK_COLUMNS = ("", "latency us", "GB/s")
 STEP_COLUMNS = ("", "step ms", "throughput", "MB across", "hidden")
 EXPLANATION = (
@@ -72,7 +83,8 @@ def verdict(diagnosis: Diagnosis) -> str:
 
 def render_doctor(diagnosis: Diagnosis) -> str:
     """A page with the verdict, the advice, step times, links, and every check."""
-    sections = [paragraph(f"{diagnosis.subject}."), items(diagnosis.advice)]
+    sections = [figure(step_chart(diagnosis.steps))] if diagnosis.steps else []
+    sections += [items(diagnosis.advice), paragraph(f"{diagnosis.subject}.")]
     if diagnosis.steps:
         sections += [table(step_lines(diagnosis.steps)), paragraph(f"{EXPLANATION}.", "note")]
     if diagnosis.hardware is not None:
@@ -80,6 +92,17 @@ def render_doctor(diagnosis: Diagnosis) -> str:
     columns = ["check", "", "what it did", "what it saw", "what to do", "seconds"]
     sections += ["<h2>Checks</h2>", table([columns, *map(_line, diagnosis.results)])]
     return page("zeropp doctor", verdict(diagnosis), sections)
+
+
+def step_chart(steps: Sequence[StepTime]) -> Chart:
+    rows = []
+    for step, color in zip(steps, colors_of(STRATEGIES.get(step.name) for step in steps), strict=True):
+        part = Part(
+            step.milliseconds, color, f"{step.name}: {step.speedup:.2f}x the throughput of plain FSDP2"
+        )
+        is_ours = STRATEGIES.get(step.name) == DEFAULT
+        rows.append(Bar(step.name, f"{step.milliseconds:,.1f} ms", (part,), is_ours))
+    return bars("Time of a step (ms)", rows, "ms", note="Shorter is better.")
 
 
 def _line(result: Result) -> list[str]:
