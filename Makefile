@@ -5,8 +5,9 @@ PYTHON ?= python3.11
 VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Three files of tests at a time on two cores: much of a test is waiting for processes to start and for links.
-PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Two files of tests at a time: much of a test is waiting for processes to start and for links. (Three, on two cores,
+# took longer: ranks that wait for each other get in the way of others.)
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 export OMP_NUM_THREADS := 1
 

@@ -44,7 +44,7 @@ def slow(what: Slow) -> Iterator[None]:
     def sleeping(original: Callable[..., Any], is_slow: Callable[[torch.Tensor], bool]) -> Any:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if is_slow(tensor):
-                time.sleep(0.02)
+                time.sleep(seconds)
             return original(tensor, *args, **kwargs)
 
         return call
@@ -52,6 +52,9 @@ def slow(what: Slow) -> Iterator[None]:
     if what == "nothing" or dist.get_rank() != 1:
         yield
         return
+    seconds = (
+        0.02 if what == "messages" else 0.1
+    )  # there are few that are large; more than a busy machine takes
     names = ["isend"] if what == "messages" else ["isend", "all_gather_single", "reduce_scatter_single"]
     least = 0 if what == "messages" else 1000
     with patch.multiple(dist, **{n: sleeping(getattr(dist, n), lambda t: t.nbytes > least) for n in names}):

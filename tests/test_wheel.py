@@ -82,7 +82,7 @@ def test_it_has_one_version_the_licence_and_types(wheel: Path, tmp_path: Path) -
 
 
 def test_it_runs_the_demonstration_where_there_is_nothing_else(wheel: Path, tmp_path: Path) -> None:
-    """No plots, no lab, no kernels: what `pip install zeropp` brings must do."""
+    """No lab, no kernels: what `pip install zeropp` brings must do."""
     environment = tmp_path / "empty"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
     (site,) = environment.glob("lib/python*/site-packages")
@@ -94,5 +94,5 @@ def test_it_runs_the_demonstration_where_there_is_nothing_else(wheel: Path, tmp_
     assert run(zeropp, "--version", cwd=tmp_path, PYTHONPATH="") == f"zeropp {__version__}\n"
     shown = run(zeropp, "demo", "--steps", "1", cwd=tmp_path, PYTHONPATH="")
     assert "4 local ranks that play 2 nodes" in shown
-    assert "no report with plots" in shown
+    assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert (tmp_path / "runs" / "demo" / "zeropp" / "checkpoints" / "step-00000001").is_dir()

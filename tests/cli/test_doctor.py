@@ -40,7 +40,7 @@ def test_a_good_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [result["state"] for result in found["results"]] == ["ok", "ok", "warning", "ok", "ok", "ok"]
     assert found["advice"][0] in " ".join(done.stdout.split())
     assert (tmp_path / "doctor.html").read_text().startswith("<!doctype html>")
-    hardware = ["--hardware", str(tmp_path / "hardware.json"), "--config", "fsdp2"]
+    hardware = ["--hardware", str(tmp_path / "hardware.json"), "--strategy", "fsdp2"]
     model = ["--model", "tests.plan.samples:build_shallow", "--nodes", "2", "--sequence", "64"]
     assert main(["plan", *model, *hardware]) == 0
     assert "on measured" in " ".join(capsys.readouterr().out.split())

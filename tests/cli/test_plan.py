@@ -46,7 +46,10 @@ def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     shown = " ".join(capsys.readouterr().out.split())
     numbers = json.loads(path.read_text())
     rows = {option["strategy"]: option["step_seconds"] for option in numbers["options"]}
-    theirs, ours = ("fsdp2", "fsdp2-reshard", "hsdp"), ("qwz", "hpz", "qgz", "paper", "default", "four-bit")
+    theirs, ours = (
+        ("fsdp2", "fsdp2-reshard", "hsdp", "hfsdp"),
+        ("qwz", "hpz", "qgz", "paper", "default", "four-bit"),
+    )
     assert set(rows) == {*theirs, *ours}
     fastest = numbers["options"][0]
     assert fastest["step_seconds"] == min(rows.values())
@@ -70,7 +73,7 @@ def test_a_hardware_file_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_link_that_nobody_measured_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one_node.json"
     replace(find_hardware("a100-100g"), link_gbit_s=None, link_latency_us=None).save(path)
-    arguments = [*SMALL, "--hardware", str(path), "--config", "fsdp2"]
+    arguments = [*SMALL, "--hardware", str(path), "--strategy", "fsdp2"]
     assert main(arguments) == 1
     assert "link_latency_us of hardware 'a100-100g' is not known" in capsys.readouterr().err
     assert main([*arguments, "--link-gbit-s", "100", "--link-latency-us", "10"]) == 0
