@@ -6,14 +6,9 @@ To know what must be chosen, some of the ways are slow for real: one rank sleeps
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 import socket
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -22,70 +17,20 @@ import torch.distributed as dist
 
 import zeropp
 from tests.ranks import Ranks
+from tests.searches import (
+    NODES,
+    OVERLAPPED,
+    STARTS,
+    TO_THE_LAST,
+    VISIT,
+    Slow,
+    logged,
+    slow,
+    start,
+    until_chosen,
+)
 from tests.training import Trainer, batches, loss_of
-from zeropp.auto import DEFAULT, NODE_SHARD, PLAIN, TIMED_STEPS, WARM_UP_STEPS, Search
-
-NODES = {"LOCAL_WORLD_SIZE": "2"}
-OVERLAPPED = f"{PLAIN}, overlapped"
-VISIT = WARM_UP_STEPS + TIMED_STEPS
-LONGEST = 2 * 4 * VISIT + 1
-"""Steps that a search of four candidates takes at most."""
-STARTS = {PLAIN: 0, OVERLAPPED: VISIT + 1, NODE_SHARD: 2 * VISIT + 1, DEFAULT: 3 * VISIT + 1}
-"""After how many steps each is tried first: the clock starts with the first one."""
-TO_THE_LAST = STARTS[DEFAULT] + 2
-"""Steps until all were tried."""
-Slow = Literal["large messages", "messages", "nothing"]
-
-
-@contextmanager
-def slow(what: Slow) -> Iterator[None]:
-    """On rank 1: FSDP2's own collectives and messages of fp32 take long, or all messages between ranks."""
-
-    def sleeping(original: Callable[..., Any], is_slow: Callable[[torch.Tensor], bool]) -> Any:
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if is_slow(tensor):
-                time.sleep(seconds)
-            return original(tensor, *args, **kwargs)
-
-        return call
-
-    if what == "nothing" or dist.get_rank() != 1:
-        yield
-        return
-    seconds = (
-        0.02 if what == "messages" else 0.1
-    )  # there are few that are large; more than a busy machine takes
-    names = ["isend"] if what == "messages" else ["isend", "all_gather_single", "reduce_scatter_single"]
-    least = 0 if what == "messages" else 1000
-    with patch.multiple(dist, **{n: sleeping(getattr(dist, n), lambda t: t.nbytes > least) for n in names}):
-        yield
-
-
-@contextmanager
-def logged() -> Iterator[Callable[[], str]]:
-    log, logger = logging.handlers.BufferingHandler(1000), logging.getLogger("zeropp")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(log)
-    yield lambda: "\n".join(record.getMessage() for record in log.buffer)
-    logger.removeHandler(log)
-    logger.setLevel(level)
-
-
-def start(**options: Any) -> tuple[Trainer, zeropp.ZeroPP, Search]:
-    trainer = Trainer(None, **options)
-    trainer.zpp = zpp = zeropp.apply(trainer.net, "auto")
-    assert zpp.search is not None
-    return trainer, zpp, zpp.search
-
-
-def until_chosen(trainer: Trainer, search: Search) -> list[float]:
-    """Losses of all steps of the search, and of one more."""
-    losses = []
-    while search.chosen is None:
-        losses.append(trainer.step())
-        assert len(losses) <= LONGEST
-    return [*losses, trainer.step()]
+from zeropp.auto import DEFAULT, NODE_SHARD, PLAIN, Search
 
 
 def _choose(what: Slow) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 # Keyed on the default group, so that nothing outlives `destroy_process_group`.
@@ -46,6 +47,11 @@ def world() -> ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def job_store() -> Store:
+    """Where the ranks of the job find each other."""
+    return c10d._get_default_store()
 
 
 def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:

@@ -25,6 +25,7 @@ from ..models.sharding import build_sharded
 from ..plan.hardware import Cost, Hardware
 from ..plan.recommend import PLAIN_NAMES, find_compared
 from ..strategies import COMPUTE, Strategy
+from ..wording import parameters
 from .check import Check, Finding, Settings, StepTime, Visit
 from .hardware import Size, measure
 from .meter import Meter
@@ -138,10 +139,10 @@ def _measure_steps(visit: Visit) -> Finding:
         way.seconds = world.max(*way.seconds)
     visit.steps = _step_times(ways, compute, visit)
     visit.advice = advise(visit.steps)
-    parameters = parameter_count(trainers[0].model)
+    numel = parameters(parameter_count(trainers[0].model))
     return Finding(
         "ok",
-        f"{source}, {parameters / 1e6:,.1f}M parameters, {settings.micro_batches} x {settings.micro_batch} x "
+        f"{source}, {numel} parameters, {settings.micro_batches} x {settings.micro_batch} x "
         f"{settings.sequence} tokens per rank and step; {settings.rounds} turns of {len(visit.steps)} ways",
     )
 
@@ -161,8 +162,8 @@ def _model_for(visit: Visit) -> str:
         return "tiny"
     memory = torch.cuda.get_device_properties(visit.world.device).total_memory
     for name in MODELS:
-        parameters = parameter_count(build_model(ModelConfig(name), 0, device="meta"))
-        if parameters * STATE_BYTES / visit.world.size < MEMORY_SHARE * memory:
+        numel = parameter_count(build_model(ModelConfig(name), 0, device="meta"))
+        if numel * STATE_BYTES / visit.world.size < MEMORY_SHARE * memory:
             return name
     return MODELS[-1]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..output_files import write_file
 from ..plan.hardware import Hardware
+from ..wording import count
 from . import collectives, kernels, speed, surroundings, training
 from .check import Check, Part, Result, Settings, StepTime, Visit, examine
 
@@ -46,7 +47,7 @@ def make_visit(
     """Run the checks of these parts, on every rank of an initialized process group with this timeout."""
     visit = Visit.begin(settings, timeout_seconds)
     results = examine(_checks(settings, parts), visit, on_progress)
-    subject = f"{visit.world.size} rank{'s' if visit.world.size > 1 else ''}, {visit.world.device.type}"
+    subject = f"{count(visit.world.size, 'rank')}, {visit.world.device.type}"
     return Diagnosis(subject, results, visit.steps, visit.advice, visit.hardware)
 
 

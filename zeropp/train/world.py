@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store
+
+from ..groups import job_store
 
 FIRST_HAS_SECONDS = 5.0
 """How long other ranks wait for the first one to tell of an error."""
@@ -75,7 +76,7 @@ class World:
     def is_to_tell(self) -> bool:
         """Whether it is for this rank to tell the user of an error that it has. One rank does: the first, or,
         if it has none for some seconds, another. Ranks that fail because that one is gone stay silent."""
-        store = _get_default_store()
+        store = job_store()
         if not self.is_first:
             with suppress(RuntimeError):  # the first has nothing to tell
                 store.wait([TOLD], timedelta(seconds=FIRST_HAS_SECONDS))
