@@ -136,7 +136,7 @@ def test_the_list_is_read_as_it_is_written() -> None:
     assert ("plan.step_recorder", "fsdp") in EDGES
     assert ("models", "") in EDGES
     assert Import("fsdp", "comm", "AllGather") in IMPORTS
-    assert Import("plan.timeline", "comm.pipeline", "run_pipelined") in IMPORTS
+    assert Import("plan.timeline", "comm.pipeline", "pipelined") in IMPORTS
     assert Import("plan.trace", PUBLIC, "Ledger") in IMPORTS
     assert not any(needed_by(edge, Import("plan.trace", "comm.pipeline", "")) for edge in EDGES)
 

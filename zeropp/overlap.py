@@ -11,44 +11,64 @@ its reduction, as without overlap. All of this is known from the program, so it 
 
 [Note: Memory of what is late]
 FSDP2 keeps the full gradients of so many reductions as `set_reduce_scatter_max_input_buffers` says, one by
-default. Not more than that are on the way here, so a unit's full gradients live no longer than on a GPU. What
-comes on top is a rank's shard of them.
+default. Not more than that are kept here, so a unit's full gradients live no longer than on a GPU. Once a
+reduction has encoded them, they may go, and the next one may come, while it is still on its way. What comes
+on top is a rank's shard of them, and the buffers of two reductions.
 
-[Note: Gathers one unit early]
+[Note: Early gathers]
 In backward FSDP2 gathers the next unit before it computes this one. In forward it leaves that to the
 device's streams, and a CPU has none. So the first forward is watched, and then FSDP2's own
-`set_modules_to_forward_prefetch` is told to gather each unit while the one before it computes, unless the
-user has told it something. As on a GPU, that holds the weights of two units at a time. A unit that a later
-forward leaves out is gathered for nothing, and FSDP2 keeps that for its next use: if weights are loaded
-meanwhile, it is dropped (`Unit.drop_early_gather`).
+`set_modules_to_forward_prefetch` is told to gather units while those before them compute, unless the user has
+told it something. FSDP2 asks for them when it has got this unit's weights, so with one unit early the link
+would stand still from the end of one gather until the next one is encoded. With two, the next one is already
+on its way (lanes.py). That holds the weights of three units at a time, but not at the end of forward, where
+memory is scarce: there is no unit left to gather. A unit that a later forward leaves out is gathered for
+nothing, and FSDP2 keeps that for its next use: if weights are loaded meanwhile, it is dropped
+(`Unit.drop_early_gather`).
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from .comm.lanes import LaneWork
 from .fsdp import Unit
 
 logger = logging.getLogger("zeropp")
 
+UNITS_EARLY = 2
 
-@dataclass(frozen=True)
+
+@dataclass
 class Reduction:
     """Gradients of a unit on their way."""
 
     unit: Unit
     work: dist.Work
-    gradients: Tensor
-    """The full ones, which must stay as they are until they are sent."""
+    gradients: Tensor | None
+    """The full ones, which must stay as they are until they are read."""
     reduced: Tensor
     """This rank's shard of their sum, when `work` is done."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.reduced.nbytes + (0 if self.gradients is None else self.gradients.nbytes)
+
+    def drop_gradients(self) -> None:
+        """As soon as nobody needs the full ones."""
+        self.work.wait_until_read() if isinstance(self.work, LaneWork) else self.work.wait()
+        self.gradients = None
+
+    def finish(self) -> None:
+        """Add what was reduced to `.grad`."""
+        self.work.wait()
+        self.unit.add_to_gradients(self.reduced)
 
 
 class LateGradients:
@@ -61,8 +81,7 @@ class LateGradients:
     @property
     def nbytes(self) -> int:
         """What is held for reductions on their way."""
-        coming = [reduction for some in self._coming.values() for reduction in some]
-        return sum(reduction.gradients.nbytes + reduction.reduced.nbytes for reduction in coming)
+        return sum(reduction.nbytes for coming in self._coming.values() for reduction in coming)
 
     def expect(self, reduction: Reduction) -> None:
         """In a backward: add to `.grad` what will have been reduced."""
@@ -73,14 +92,17 @@ class LateGradients:
         self._coming[backward].append(reduction)
 
     def make_room(self, most: int) -> None:
-        """Before a reduction starts: have less than `most` on the way, and take what has arrived."""
+        """Before a reduction starts: keep full gradients of less than `most`, and take what has arrived."""
         coming = self._coming.get(torch._C._current_graph_task_id(), [])
-        while coming and (len(coming) >= most or coming[0].work.is_completed()):
-            _add(coming.pop(0))
+        kept = [reduction for reduction in coming if reduction.gradients is not None]
+        for reduction in kept[: len(kept) + 1 - most]:
+            reduction.drop_gradients()
+        while coming and coming[0].work.is_completed():
+            coming.pop(0).finish()
 
     def _finish(self, backward: int) -> None:
         for reduction in self._coming.pop(backward, []):
-            _add(reduction)
+            reduction.finish()
 
     def forget_failed(self) -> None:
         """Outside of any backward: what is still here is of one that has raised, and is lost with it."""
@@ -93,13 +115,8 @@ class LateGradients:
                     logger.debug("zeropp: a reduction of a backward that has failed: %s", error)
 
 
-def _add(reduction: Reduction) -> None:
-    reduction.work.wait()
-    reduction.unit.add_to_gradients(reduction.reduced)
-
-
 class ForwardPrefetch:
-    """Learns the order of units in the first forward; see [Note: Gathers one unit early]."""
+    """Learns the order of units in the first forward; see [Note: Early gathers]."""
 
     def __init__(self) -> None:
         self._order: list[Unit] = []
@@ -116,8 +133,8 @@ class ForwardPrefetch:
             self._is_known = True
             if not any(known.has_forward_prefetch for known in self._order):
                 self._told = self._order[:-1]
-                for known, after in pairwise(self._order):
-                    known.set_forward_prefetch([after])
+                for place, known in enumerate(self._told, 1):
+                    known.set_forward_prefetch(self._order[place : place + UNITS_EARLY])
 
     def remove(self) -> None:
         """Leave FSDP2 as it was, and learn anew if there is another forward."""

@@ -56,9 +56,9 @@ def swaps_two_ranks() -> AbstractContextManager[object]:
     """What two peers send goes into each other's place."""
     right = wire._swap
 
-    def wrong(group: Any, messages: dict[int, tuple[Tensor, Tensor]]) -> list[dist.Work]:
+    def wrong(group: Any, messages: dict[int, tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
         (first, (sent, into)), (second, (also_sent, also_into)), *others = messages.items()
-        return right(group, {first: (sent, also_into), second: (also_sent, into), **dict(others)})
+        return right(group, {first: (sent, also_into), second: (also_sent, into), **dict(others)}, tag)
 
     return patch.object(wire, "_swap", wrong)
 
@@ -74,11 +74,11 @@ def loses_a_word() -> AbstractContextManager[object]:
     """The last word of a long message is not what was sent."""
     right = wire._swap
 
-    def wrong(group: Any, messages: dict[int, tuple[Tensor, Tensor]]) -> list[dist.Work]:
+    def wrong(group: Any, messages: dict[int, tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
         changed = {peer: (sent.clone(), into) for peer, (sent, into) in messages.items()}
         for sent, _ in changed.values():
             sent[1000:] = 0
-        return right(group, changed)
+        return right(group, changed, tag)
 
     return patch.object(wire, "_swap", wrong)
 

@@ -6,7 +6,7 @@ The columns of its weights come in groups (column_groups.py), each with hops and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from .group_gather import GroupGather
 from .lanes import lane
 from .layout import kept_codec_name
 from .node_shard import NodeShard
-from .pipeline import run_pipelined
+from .pipeline import finish, pipelined
 from .wire import Wire
 
 WEIGHTS_FIELDS = (
@@ -181,15 +181,15 @@ class AllGather:
         device = input_tensor.device
         refuse_capture(self.wire.unit, device)
         self.wire.alarm.raise_if_known()
-        run = partial(self._gather, input_tensor, output_tensor.view(world_size, -1), group)
+        gather = partial(self._gather, input_tensor, output_tensor.view(world_size, -1), group)
         if self._before is not None:
             for part in self.groups:
                 part.reserve(device)
-            self._beside = lane("gather").run(self.wire.unit, run)
+            self._beside = lane("gather").run(self.wire.unit, gather)
         elif async_op and device.type != "cpu":
-            self._beside = run_beside(device, run, (output_tensor, input_tensor))
+            self._beside = run_beside(device, partial(finish, gather()), (output_tensor, input_tensor))
         else:
-            run()
+            finish(gather())
         return self._beside
 
     def _settle(self) -> None:
@@ -198,13 +198,14 @@ class AllGather:
             beside, self._beside = self._beside, None
             beside.wait()
 
-    def _gather(self, shard: Tensor, out: Tensor, group: ProcessGroup) -> None:
-        """shard [S] of every rank -> out [W, S]."""
+    def _gather(self, shard: Tensor, out: Tensor, group: ProcessGroup, slot: int = 0) -> Generator[None]:
+        """shard [S] of every rank -> out [W, S]. Yields where it would have to wait for the wire."""
         with ExitStack() as gatherings:
             started = [
-                (part, gatherings.enter_context(part.gathering(shard, out, group))) for part in self.groups
+                (part, gatherings.enter_context(part.gathering(shard, out, group, slot)))
+                for part in self.groups
             ]
-            run_pipelined(
+            yield from pipelined(
                 part.gather(gathering, chunk) for part, gathering in started for chunk in part.chunks
             )
         self._has_stepped = False

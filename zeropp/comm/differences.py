@@ -29,20 +29,27 @@ from .wire import Wire
 
 
 def send_difference(
-    wire: Wire, hop: Hop, group: ProcessGroup, chunk: GatherChunk, shard: Tensor, reference: Tensor
+    wire: Wire,
+    hop: Hop,
+    group: ProcessGroup,
+    chunk: GatherChunk,
+    shard: Tensor,
+    reference: Tensor,
+    key: str,
 ) -> Generator[None]:
-    """Bring `reference` [N, E16], encoded as it is kept, up to date with the shards [S] of all members."""
+    """Bring `reference` [N, E16], encoded as it is kept, up to date with the shards [S] of all members.
+    `key` is that of a buffer that nobody else uses meanwhile."""
     codec, kept = chunk.difference, chunk.kept
     assert codec is not None
     me, members, numel = wire.member(hop), hop.size, shard.numel()
     take, device = wire.scratch.take, shard.device
-    encoded = take(f"differences.encoded.{chunk.number}", members, codec.row_bytes, device=device)
+    encoded = take(f"differences.encoded.{key}", members, codec.row_bytes, device=device)
     with wire.label("all_gather", "encode"):
         difference = take("differences.difference", 1, numel, dtype=torch.float32, device=device)
         kept.decode(reference[me : me + 1], difference)
         torch.sub(shard.view(1, -1), difference, out=difference)
         codec.encode(difference, encoded[me : me + 1])
-    yield from wire.all_gather(hop, group, encoded)
+    yield from wire.all_gather(hop, group, encoded, chunk.number)
     with wire.label("all_gather", "decode"):
         updated = take("differences.updated", members, numel, dtype=torch.float32, device=device)
         kept.decode(reference, updated)

@@ -47,6 +47,8 @@ class Gathering:
     """The whole buffer [W, S] of the unit."""
     send: Send
     group: ProcessGroup
+    slot: int
+    """For buffers: see `Job` in lanes.py."""
 
 
 class GroupGather:
@@ -90,14 +92,16 @@ class GroupGather:
                 self.node_shard.buffer(chunk.number, self.hops[0].size, chunk.sent.row_bytes, device)
 
     @contextmanager
-    def gathering(self, shard: Tensor, out: Tensor, group: ProcessGroup) -> Iterator[Gathering]:
+    def gathering(
+        self, shard: Tensor, out: Tensor, group: ProcessGroup, slot: int = 0
+    ) -> Iterator[Gathering]:
         """Around the gather of a unit's shard [S] to out [W, S]: decides what is sent, and notes that it was.
 
         Entered before the first chunk of any group is decoded: see [Note: Own slot].
         """
         packed, kept = self.columns.pack(shard), self.node_shard
         if kept is None:
-            yield Gathering(packed, out, Send.WEIGHTS, group)
+            yield Gathering(packed, out, Send.WEIGHTS, group, slot)
             return
         with kept.in_use(shard.device):
             kept.notice_operations()
@@ -106,7 +110,7 @@ class GroupGather:
                 kept.check(packed, self.wire.alarm)
             source = None if send is Send.NOTHING else fingerprint(packed)
             kept.raise_unless_restored_fits([chunk.sent.row_bytes for chunk in self.chunks])
-            yield Gathering(packed, out, send, group)
+            yield Gathering(packed, out, send, group, slot)
             kept.gathered(send, source)
 
     def gather(self, gathering: Gathering, chunk: GatherChunk) -> Generator[None]:
@@ -114,52 +118,51 @@ class GroupGather:
         wire, first, kept = self.wire, self.hops[0], self.node_shard
         shard, send, group = gathering.shard[chunk.at], gathering.send, gathering.group
         size, device, member = (first.size, chunk.sent.row_bytes), shard.device, wire.member(first)
+        key = f"{gathering.slot}.{chunk.number}"
         restored = None
         if kept is None:
-            encoded = wire.scratch.take(f"all_gather.encoded.{chunk.number}", *size, device=device)
+            encoded = wire.scratch.take(f"all_gather.encoded.{key}", *size, device=device)
         else:
             encoded = kept.buffer(chunk.number, *size, device)  # [N, E]
             restored = kept.restored_row(chunk.number)
         if restored is not None:
             encoded[member].copy_(restored)
-            yield from wire.all_gather(first, group, encoded)
+            yield from wire.all_gather(first, group, encoded, chunk.number)
         if send is Send.DIFFERENCE and chunk.difference is not None:
-            yield from send_difference(wire, first, group, chunk, shard, encoded)
+            yield from send_difference(wire, first, group, chunk, shard, encoded, key)
         elif send is not Send.NOTHING:
             with wire.label("all_gather", "encode"):
                 chunk.sent.encode(shard.view(1, -1), encoded[member : member + 1])
-            yield from wire.all_gather(first, group, encoded)
+            yield from wire.all_gather(first, group, encoded, chunk.number)
         if len(self.hops) == 2:
             if chunk.encodes_for_node:
-                encoded = self._encode_for_node(chunk, encoded)
-            encoded = yield from self._gather_in_node(chunk, encoded, group)
+                encoded = self._encode_for_node(chunk, encoded, key)
+            encoded = yield from self._gather_in_node(chunk, encoded, group, key)
         with wire.label("all_gather", "decode"):
             for place in chunk.places:
                 self._decode(place, encoded, gathering.out)
 
-    def _encode_for_node(self, chunk: GatherChunk, kept: Tensor) -> Tensor:
+    def _encode_for_node(self, chunk: GatherChunk, kept: Tensor, key: str) -> Tensor:
         """With differences: the node shard [N, E16] as hop B sends it."""
         take, rows, device = self.wire.scratch.take, len(kept), kept.device
         with self.wire.label("all_gather", "encode"):
             size = (rows, chunk.kept.numel)
             values = take("all_gather.reference", *size, dtype=torch.float32, device=device)
             chunk.kept.decode(kept, values)
-            encoded = take(
-                f"all_gather.for_node.{chunk.number}", rows, chunk.received.row_bytes, device=device
-            )
+            encoded = take(f"all_gather.for_node.{key}", rows, chunk.received.row_bytes, device=device)
             chunk.received.encode(values, encoded)
         return encoded
 
     def _gather_in_node(
-        self, chunk: GatherChunk, encoded: Tensor, group: ProcessGroup
+        self, chunk: GatherChunk, encoded: Tensor, group: ProcessGroup, key: str
     ) -> Generator[None, None, Tensor]:
         """Hop B: encoded [N, E] of every rank of the node -> [W, E]."""
         hop, (nodes, row_bytes) = self.hops[1], encoded.shape
-        tag, rows = f"all_gather.gathered.{chunk.number}", hop.size * nodes
-        gathered = self.wire.scratch.take(tag, rows, row_bytes, device=encoded.device)
+        size = (hop.size * nodes, row_bytes)
+        gathered = self.wire.scratch.take(f"all_gather.gathered.{key}", *size, device=encoded.device)
         by_local = gathered.view(hop.size, nodes, row_bytes)
         by_local[self.wire.member(hop)].copy_(encoded)
-        yield from self.wire.all_gather(hop, group, by_local)
+        yield from self.wire.all_gather(hop, group, by_local, chunk.number)
         return gathered
 
     def _decode(self, place: Place, encoded: Tensor, out: Tensor) -> None:

@@ -5,12 +5,21 @@
     reductions' lane                ~~~ reduce 3 ~~~                  ~~~ reduce 2 ~~~
 
 [Note: Order in a lane]
-A lane does one job after the other, in the order in which the training thread has given them, and a process
-group belongs to one lane: nobody else starts messages in it (`Topology.hops` makes groups for each lane; what
-FSDP2 passes is also the user's). FSDP2 gathers and reduces in the order of the program, which is the same on
-all ranks. So ranks start the messages of every group in the same order, as if there were no lanes. A job
-waits only for the same job of the same lane on its peers, never for the other lane or for a training thread:
-the first job that not all ranks have finished can always go on, so there is no deadlock.
+A lane does jobs in the order in which the training thread has given them, and a process group belongs to one
+lane: nobody else starts messages in it (`Topology.hops` makes groups for each lane; what FSDP2 passes is also
+the user's). FSDP2 gathers and reduces in the order of the program, which is the same on all ranks.
+
+The next job is started before the one at work is over, so that the link does not stand still in between:
+
+    gather 2    encode ~~ across ~~  ~ in-node ~  decode
+    gather 1            encode   ~~~~~~~ across ~~~~~~~  ~ in-node ~  decode
+
+When it is started depends on the moment, so hops of two jobs may be in another order on another rank. Their
+messages have tags of their own, by the unit's name (`tag_of`), so that no order between them is needed; two
+jobs of one unit are never at work together. A lane waits only in its oldest job, and a job only for the same
+one on its peers, never for the other lane or for a training thread. The oldest job that not all ranks have
+finished has been started wherever it was given, and is where its ranks wait: it can always go on, so there is
+no deadlock.
 
 [Note: Life of a lane]
 A lane's thread ends when there is no job left, and another one is started for the next. Whoever gives a job
@@ -21,11 +30,12 @@ exit. After an error on the way the thread is a daemon: it holds nobody up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator
 from datetime import timedelta
 from functools import cache
 from threading import Event, Lock, Thread
 from typing import Literal
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -34,41 +44,69 @@ from ..labels import Collective, Label, labelled
 
 Direction = Literal["gather", "reduce"]
 COLLECTIVE: dict[Direction, Collective] = {"gather": "all_gather", "reduce": "reduce_scatter"}
+MOST_JOBS = 2
+"""How many a lane has on the wire at a time."""
+
+Job = Callable[[int], Generator[None]]
+"""Is called at once; what it returns is run in the lane, and yields where it would have to wait for the wire.
+It gets a slot for its buffers: a number below `MOST_JOBS` that no other job has while it is at work. (Another
+rank may have another one: its lane may serve models that are not here.)"""
+
+CHUNK_BITS = 10  # of the 31 of a tag
+
+
+def tag_of(unit: str, chunk: int = 0) -> int:
+    """Of the messages of a chunk. Units that have the same by chance take turns, as if they were one."""
+    return crc32(unit.encode()) >> (CHUNK_BITS + 1) << CHUNK_BITS | chunk % (1 << CHUNK_BITS)
 
 
 class LaneWork(dist.Work):
     """A job of a lane; FSDP2 waits for it as for any collective."""
 
-    def __init__(self, direction: Direction, unit: str, run: Callable[[], object]) -> None:
+    def __init__(self, direction: Direction, unit: str, work: Generator[None], reads_first: bool) -> None:
         super().__init__()
         self._direction: Direction = direction
-        self._unit = unit
-        self._run: Callable[[], object] | None = run
+        self.unit = unit
+        self._rest: Generator[None] | None = work
+        self._reads_first = reads_first
+        self._read = Event()
         self._is_inference = torch.is_inference_mode_enabled()
         self._done = Event()
         self._error: BaseException | None = None
 
-    def do(self) -> None:
-        """Run, in the lane's thread, with what is thread-local of whoever gave the job."""
-        assert self._run is not None
+    def advance(self) -> None:
+        """Go on to where it has to wait next, in the lane's thread, with what is thread-local of whoever gave
+        the job."""
+        assert self._rest is not None
         try:
             with torch.inference_mode(self._is_inference), torch.no_grad():
-                self._run()
+                next(self._rest)
+            if self._reads_first:
+                self._read.set()
+            return
+        except StopIteration:
+            pass
         except BaseException as error:
             self._error = error
-        self._run = None  # and with it all tensors that it has used
+        self._rest = None  # and with it all tensors that it has used
+        self._read.set()
         self._done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until it is done. An error in it is raised here, once."""
-        with labelled(str(Label(COLLECTIVE[self._direction], "wait", self._unit))):
+        with labelled(str(Label(COLLECTIVE[self._direction], "wait", self.unit))):
             self._done.wait()
         error, self._error = self._error, None
         if error is not None:
-            where = f"{self._direction} of unit '{self._unit}'"
+            where = f"{self._direction} of unit '{self.unit}'"
             error.add_note(f"in the {where}, beside the training thread")
             raise error
         return True
+
+    def wait_until_read(self) -> None:
+        """Until nobody needs what the job was given to send."""
+        with labelled(str(Label(COLLECTIVE[self._direction], "wait", self.unit))):
+            self._read.wait()
 
     def is_completed(self) -> bool:
         return self._done.is_set()
@@ -79,28 +117,44 @@ class Lane:
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
-        self._jobs: deque[LaneWork] = deque()
+        self._given: deque[LaneWork] = deque()
+        """Not started yet."""
+        self._count = 0
         self._lock = Lock()
         self._has_thread = False
 
-    def run(self, unit: str, run: Callable[[], object]) -> LaneWork:
-        """Have `run` called after all that was given before."""
-        work = LaneWork(self._direction, unit, run)
+    def run(self, unit: str, job: Job, *, reads_first: bool = False) -> LaneWork:
+        """Have `job` done after all that was given before. reads_first: before it yields for the first time,
+        it has read all that it sends, and needs it no more."""
         with self._lock:
-            self._jobs.append(work)
+            work = LaneWork(self._direction, unit, job(self._count % MOST_JOBS), reads_first)
+            self._count += 1
+            self._given.append(work)
             if not self._has_thread:
                 self._has_thread = True
                 Thread(target=self._do_all, name=f"zeropp {self._direction}", daemon=True).start()
         return work
 
     def _do_all(self) -> None:
+        """Start what is given, or else go on with the oldest."""
+        at_work: deque[LaneWork] = deque()
         while True:
             with self._lock:
-                if not self._jobs:
+                if self._given and self._may_start(self._given[0], at_work):
+                    at_work.append(self._given.popleft())
+                    work = at_work[-1]
+                elif at_work:
+                    work = at_work[0]
+                else:
                     self._has_thread = False
                     return
-                work = self._jobs.popleft()
-            work.do()
+            work.advance()
+            if work.is_completed():
+                at_work.remove(work)
+
+    @staticmethod
+    def _may_start(work: LaneWork, at_work: Collection[LaneWork]) -> bool:
+        return len(at_work) < MOST_JOBS and all(tag_of(work.unit) != tag_of(other.unit) for other in at_work)
 
 
 @cache  # one for all models of the process: they share process groups

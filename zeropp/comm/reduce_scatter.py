@@ -41,9 +41,9 @@ from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
 from .feedback import Feedback
-from .lanes import lane
+from .lanes import Job, lane
 from .layout import HopCodec, Leg, ReduceChunk, ReduceLayouts, reduce_chunks
-from .pipeline import run_pipelined
+from .pipeline import finish, pipelined
 from .reduction import Gradients, Overlapping, is_last_operation, scale_of
 from .ring import reduce_scatter_bf16
 from .wire import Wire
@@ -84,6 +84,13 @@ class Chunk:
     group: ProcessGroup
     goes_across: bool
     """False: only as far as the node slice."""
+    slot: int
+    """For buffers: see `Job` in lanes.py."""
+
+    @property
+    def key(self) -> str:
+        """Of buffers that no other chunk uses meanwhile."""
+        return f"{self.slot}.{self.layout.number}"
 
 
 class ReduceScatter:
@@ -218,10 +225,10 @@ class ReduceScatter:
         if flat_as_it_is or dtype not in QUANTIZABLE_DTYPES:
             # The backend's own, counted as the ring that it should be: gloo sends twice that.
             self.wire.count_ring("reduce_scatter", "flat", group, output.numel() * output.itemsize)
-            work: dist.Work | None = dist.reduce_scatter_single(
+            sent: dist.Work | None = dist.reduce_scatter_single(
                 output, gradients, op=op, group=group, async_op=async_op
             )
-            return work
+            return sent
         if output.numel() == 0:
             return None
         refuse_capture(self.wire.unit, gradients.device)
@@ -229,17 +236,27 @@ class ReduceScatter:
 
         rows, out = gradients.view(world_size, -1), output.view(1, -1)
         factor = scale_of(op, world_size)
-        if self.hops[0].name == "flat" and self.codec_names["flat"] == "bf16":
+        is_ring = self.hops[0].name == "flat" and self.codec_names["flat"] == "bf16"
+        job: Job
+        if is_ring:
             chunks, hop = self.config.chunks, self.hops[0]
-            run = partial(reduce_scatter_bf16, self.wire, hop, rows, out, group, op, factor, chunks)
+            job = partial(reduce_scatter_bf16, self.wire, hop, rows, out, group, op, factor, chunks)
         else:
-            run = partial(self._run, self._chunks(rows, out, group, factor))
+            job = partial(self._reduce_all, rows, out, group, factor)
         if self._overlap is not None:
-            return lane("reduce").run(self.wire.unit, run)
-        run()
+            return lane("reduce").run(self.wire.unit, job, reads_first=not is_ring)
+        finish(job(0))
         return None
 
-    def _chunks(self, rows: Tensor, out: Tensor, group: ProcessGroup, factor: float) -> list[Chunk]:
+    def _reduce_all(
+        self, rows: Tensor, out: Tensor, group: ProcessGroup, factor: float, slot: int
+    ) -> Generator[None]:
+        """Cut what is to be reduced, and note what is put off, at once; the rest when somebody runs it."""
+        return self._run(self._chunks(rows, out, group, factor, slot))
+
+    def _chunks(
+        self, rows: Tensor, out: Tensor, group: ProcessGroup, factor: float, slot: int
+    ) -> list[Chunk]:
         """What is to be reduced, cut; and what is put off is noted as pending."""
         pending, sync_across = self._pending_for(rows), self.sync_across
         at_once = len(self.hops) == 1 and pending is None and self.feedback is None
@@ -258,12 +275,13 @@ class ReduceScatter:
                 factor,
                 group,
                 sync_across,
+                slot,
             )
             for layout in self._layouts.of(rows.shape[1], rows.dtype, self.parameters(), at_once)
         ]
 
-    def _run(self, chunks: list[Chunk]) -> None:
-        run_pipelined(self._reduce(chunk) for chunk in chunks)
+    def _run(self, chunks: list[Chunk]) -> Generator[None]:
+        yield from pipelined(self._reduce(chunk) for chunk in chunks)
         self.calls += 1
 
     def _pending_for(self, rows: Tensor) -> Tensor | None:
@@ -321,7 +339,7 @@ class ReduceScatter:
         pending, sums = chunk.pending, chunk.pending
         if sums is None or sums.dtype != torch.float32:
             sums = self.wire.scratch.take(
-                f"reduce_scatter.sums.{number}",
+                f"reduce_scatter.sums.{chunk.key}",
                 *(last.hop.size, chunk.rows.shape[1]),
                 dtype=torch.float32,
                 device=chunk.rows.device,
@@ -357,12 +375,12 @@ class ReduceScatter:
         self, chunk: Chunk, leg: Leg, fill: Callable[[Tensor], None], what: str = "encode"
     ) -> Generator[None, None, Tensor]:
         """Let `fill` encode all rows [m * R, E], and swap them over the hop's m ranks: received [m, R, E]."""
-        take, tag = self.wire.scratch.take, f"reduce_scatter.{leg.hop.name}.{chunk.layout.number}"
+        take, tag = self.wire.scratch.take, f"reduce_scatter.{leg.hop.name}.{chunk.key}"
         device = chunk.rows.device
         sent, received = (take(f"{tag}.{way}", *leg.shape, device=device) for way in ("sent", "got"))
         with self.wire.label("reduce_scatter", what):
             fill(sent.view(-1, leg.shape[-1]))
-        yield from self.wire.all_to_all(leg.hop, chunk.group, sent, received)
+        yield from self.wire.all_to_all(leg.hop, chunk.group, sent, received, chunk.layout.number)
         return received
 
     def _decode_sum(

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from ..topology import Hop
 from .chunks import column_chunks
 from .ledger import WorkKey
-from .pipeline import run_pipelined
+from .pipeline import pipelined
 from .wire import Wire
 
 WIRE_DTYPE = torch.bfloat16
@@ -45,12 +45,13 @@ def reduce_scatter_bf16(
     op: ReduceOp | ReduceOp.RedOpType,
     factor: float,
     chunks: int,
-) -> None:
+    slot: int,
+) -> Generator[None]:
     """out [1, S] = the own row, summed over all ranks' rows [W, S] as `op` says, whose factor is `factor`."""
     if rows.device.type == "cpu":  # gloo's own sends twice as much, and knows no PREMUL_SUM
         scale = None if factor == 1.0 else torch.tensor(factor, dtype=WIRE_DTYPE)
-        run_pipelined(
-            _pass_around(wire, hop, number, rows[:, columns.at], out[:, columns.at], group, scale)
+        yield from pipelined(
+            _pass_around(wire, hop, number, slot, rows[:, columns.at], out[:, columns.at], group, scale)
             for number, columns in enumerate(column_chunks(rows.shape[1], CHUNK_MULTIPLE, most=chunks))
         )
         return
@@ -69,6 +70,7 @@ def _pass_around(
     wire: Wire,
     hop: Hop,
     number: int,
+    slot: int,
     rows: Tensor,
     out: Tensor,
     group: ProcessGroup,
@@ -76,15 +78,15 @@ def _pass_around(
 ) -> Generator[None]:
     """Some columns of the rows [W, S], out of messages between neighbours. Yields while one is on the way.
 
-    Every rank sends and receives the chunks in the same order, so the k-th message is the same for both ends.
+    Every rank sends and receives those of a chunk in the same order: the k-th is the same for both ends.
     """
-    group = hop.group or group
+    group, tag = hop.group or group, wire.tag(number)
     ring, label = wire.topology.ring, partial(wire.label, "reduce_scatter")
     size, place = len(ring), ring.index(wire.topology.rank)
     successor, predecessor = ring[(place + 1) % size], ring[place - 1]
     held, arriving, own = (
         wire.scratch.take(
-            f"reduce_scatter.ring.{number}.{name}", rows.shape[1], dtype=WIRE_DTYPE, device=rows.device
+            f"reduce_scatter.ring.{slot}.{number}.{name}", rows.shape[1], dtype=WIRE_DTYPE, device=rows.device
         )
         for name in ("held", "arriving", "own")
     )
@@ -93,8 +95,8 @@ def _pass_around(
     for distance in range(2, size + 1):
         with label("flat"):
             messages = (
-                dist.irecv(arriving.view(torch.uint8), group=group, group_src=predecessor),
-                dist.isend(held.view(torch.uint8), group=group, group_dst=successor),
+                dist.irecv(arriving.view(torch.uint8), group=group, group_src=predecessor, tag=tag),
+                dist.isend(held.view(torch.uint8), group=group, group_dst=successor, tag=tag),
             )
         with label("encode"):
             _contribution(rows[ring[place - distance]], scale, own)

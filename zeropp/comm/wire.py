@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from ..labels import Collective, Label, labelled
 from ..topology import Hop, Topology
 from .alarm import Alarm
+from .lanes import tag_of
 from .ledger import Ledger
 
 
@@ -103,12 +104,21 @@ class Wire:
             text = self._labels[collective, part] = str(Label(collective, part, self.unit))
         return labelled(text)
 
-    def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor) -> Generator[None]:
-        """pieces [hop.size, ...]: each member has filled its own, and gets the others. Yields on the way."""
+    def tag(self, chunk: int) -> int:
+        """Of a message between two ranks: see [Note: Order in a lane] in lanes.py."""
+        return tag_of(self.unit, chunk)
+
+    def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor, chunk: int = 0) -> Generator[None]:
+        """pieces [hop.size, ...]: each member has filled its own, and gets the others. Yields on the way.
+
+        Members start those of one chunk in the same order; on a flat route, those of all chunks.
+        """
         group, me = hop.group or group, self.member(hop)
         with self.label("all_gather", hop.name):
             if is_direct := _is_direct(hop, pieces):
-                works = _swap(group, {peer: (pieces[me], pieces[peer]) for peer in _peers(hop, me)})
+                works = _swap(
+                    group, {peer: (pieces[me], pieces[peer]) for peer in _peers(hop, me)}, self.tag(chunk)
+                )
             else:
                 works = [dist.all_gather_single(pieces.view(-1), pieces[me].view(-1), group, async_op=True)]
         self.count_ring("all_gather", hop.name, group, pieces.nbytes // hop.size)
@@ -120,12 +130,16 @@ class Wire:
                 else:
                     work.wait()
 
-    def all_to_all(self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor) -> Generator[None]:
+    def all_to_all(
+        self, hop: Hop, group: ProcessGroup, pieces: Tensor, out: Tensor, chunk: int = 0
+    ) -> Generator[None]:
         """out[k] = what member k had in pieces[own rank]; both [hop.size, ...]. Yields on the way."""
         group, me = hop.group or group, self.member(hop)
         with self.label("reduce_scatter", hop.name):
             if is_direct := _is_direct(hop, pieces):
-                works = _swap(group, {peer: (pieces[peer], out[peer]) for peer in _peers(hop, me)})
+                works = _swap(
+                    group, {peer: (pieces[peer], out[peer]) for peer in _peers(hop, me)}, self.tag(chunk)
+                )
                 out[me].copy_(pieces[me])
             else:
                 works = [dist.all_to_all_single(out.view(-1), pieces.view(-1), group=group, async_op=True)]
@@ -193,8 +207,10 @@ def _peers(hop: Hop, me: int) -> list[int]:
     return [(me + distance) % hop.size for distance in range(1, hop.size)]
 
 
-def _swap(group: ProcessGroup, messages: dict[int, tuple[Tensor, Tensor]]) -> list[dist.Work]:
+def _swap(group: ProcessGroup, messages: dict[int, tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
     """Start to send the first of two tensors to each peer, and to receive the second from it."""
-    receives = [dist.irecv(into, group=group, group_src=peer) for peer, (_, into) in messages.items()]
-    sends = [dist.isend(sent, group=group, group_dst=peer) for peer, (sent, _) in messages.items()]
+    receives = [
+        dist.irecv(into, group=group, group_src=peer, tag=tag) for peer, (_, into) in messages.items()
+    ]
+    sends = [dist.isend(sent, group=group, group_dst=peer, tag=tag) for peer, (sent, _) in messages.items()]
     return [work for work in (*receives, *sends) if work is not None]

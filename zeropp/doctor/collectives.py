@@ -8,7 +8,7 @@ that did not wait sees poison, and so does one whose sender did not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm import Ledger, Scratch, Wire
 from ..comm.lanes import lane
+from ..comm.pipeline import finish
 from ..comm.ring import reduce_scatter_bf16
 from ..groups import world
 from ..topology import Hop
@@ -86,10 +87,11 @@ def _both_directions(visit: Visit) -> Finding:
     return _judge([carrier for pair in pairs for carrier in pair])
 
 
-def _carry_all(carriers: list[Carrier]) -> None:
+def _carry_all(carriers: list[Carrier], _: int) -> Generator[None]:
     for number in range(ROUNDS):
         for carrier in carriers:
             carrier.carry(number)
+            yield
 
 
 def _judge(carriers: list[Carrier]) -> Finding:
@@ -171,8 +173,10 @@ def _sums(visit: Visit) -> Finding:
     wire, hop = Wire("doctor", visit.topology, Ledger(), Scratch()), visit.topology.flat_hop()
     reduce: dict[str, Callable[[Tensor, Tensor], object]] = {
         "FSDP2's reduce-scatter": lambda rows, out: dist.reduce_scatter_single(out.view(-1), rows.view(-1)),
-        "the 16-bit ring": lambda rows, out: reduce_scatter_bf16(
-            wire, hop, rows, out, world(), dist.ReduceOp.SUM, factor=1.0, chunks=2
+        "the 16-bit ring": lambda rows, out: finish(
+            reduce_scatter_bf16(
+                wire, hop, rows, out, world(), dist.ReduceOp.SUM, factor=1.0, chunks=2, slot=0
+            )
         ),
     }
     ranks = torch.arange(size, device=device).view(-1, 1)

@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..comm.pipeline import run_pipelined
+from ..comm.pipeline import finish, pipelined
 from .hardware import Hardware
 from .trace import Compute, Event, Gather, Phase, Reduce, Trace, TracedHop
 
@@ -205,7 +205,7 @@ class _Builder:
     def _collective(self, name: str, hops: tuple[TracedHop, ...], stream: str) -> int:
         """Chunk by chunk, in the order in which the pipeline advances them. Returns the last operation."""
         count = hops[0].chunks if hops else 0
-        run_pipelined(self._chunk(f"{name}, chunk {k + 1}/{count}", hops, stream) for k in range(count))
+        finish(pipelined(self._chunk(f"{name}, chunk {k + 1}/{count}", hops, stream) for k in range(count)))
         return self._wait(stream, [])
 
     def _chunk(self, name: str, hops: tuple[TracedHop, ...], stream: str) -> Generator[None]:
