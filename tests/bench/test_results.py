@@ -27,7 +27,21 @@ def test_the_limit_is_compute_and_bytes_at_line_rate(results: Results) -> None:
     assert results.limit_ms(cell(results, "default", 1)) == pytest.approx(100 + exposed)
     assert results.limit_ms(cell(results, "default", 8)) == pytest.approx(800 + exposed)
     slow = replace(results, link_bit_s=results.link_bit_s // 10)
-    assert slow.limit_ms(cell(slow, "default", 1)) == pytest.approx(770)  # nothing but the wire
+    last = 100 / results.workload.layers
+    assert slow.limit_ms(cell(slow, "default", 1)) == pytest.approx(
+        770 + last
+    )  # and the last block
+
+
+def test_a_phase_hides_only_what_is_sent_in_it(results: Results) -> None:
+    """Here in forward, 90 ms of 100 are computed in backward, and the optimizer has the rest."""
+    default = replace(cell(results, "default", 1), bytes_shares=[1.0, 0.0, 0.0])
+    results.compute_shares[1] = [0.06, 0.9, 0.04]
+    last = 6 / results.workload.layers
+    assert results.limit_ms(default) == pytest.approx(77 + last + 90 + 4)
+    everywhere = replace(default, bytes_shares=[0.5, 0.5, 0.0])
+    exposed = results.workload.first_and_last_share * 77 / 2
+    assert results.limit_ms(everywhere) == pytest.approx(77 / 2 + last + 90 + exposed + 4)
 
 
 def test_ratios_are_to_the_16_bit_baseline(results: Results) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..models.loading import parameter_count
 from ..strategies import Strategy
+from .messages import Phase
 from .workload import Data, Workload, loss_of
 
 
@@ -55,6 +56,7 @@ class DeepSpeedTraining:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate)
         self._initialize, self._model, self.engine = deepspeed.initialize, model, None
         self.data = Data(workload, dist.get_rank())
+        self.phases: list[Phase] = []  # its limit needs none: on a CPU it does not overlap
 
     def step(self, micro_batches: int) -> float:
         engine = self._engine(micro_batches)

@@ -32,6 +32,15 @@ class TakeSteps:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A forward, a backward, or the optimizer's part of a step."""
+
+    seconds: float
+    ledger_bytes: int
+    """What this rank sent to other nodes in it."""
+
+
+@dataclass(frozen=True)
 class Steps:
     """Some optimizer steps on this rank. Bytes and CPU time are those of all steps together."""
 
@@ -45,6 +54,8 @@ class Steps:
     """What this rank sent to other nodes, as its ledger has it; None: no ledger."""
     cpu_seconds: float
     """What this rank took of the cores, with the threads of gloo."""
+    last_phases: list[Phase]
+    """Of the last step; empty if they are not told apart."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,15 @@ class RankProcess:
         tx_bytes, rx_bytes = _link_bytes()
         ledger_now = training.ledger_bytes()
         counted = None if ledger_now is None or ledger_before is None else ledger_now - ledger_before
-        return Steps(seconds, losses, tx_bytes - tx_before, rx_bytes - rx_before, counted, cpu_seconds)
+        return Steps(
+            seconds,
+            losses,
+            tx_bytes - tx_before,
+            rx_bytes - rx_before,
+            counted,
+            cpu_seconds,
+            list(training.phases),
+        )
 
     def _choose(self, request: Choose) -> Chosen:
         training = self._training()

@@ -30,7 +30,9 @@ class Cell:
     busiest_bytes: float = 0.0
     """The most that one direction of one link carried."""
     ledger_bytes: float | None = None
-    """What the ledger says that a node sent."""
+    """What the ledger says that a node sent, ..."""
+    bytes_shares: list[float] = field(default_factory=list)
+    """... and how much of it in each phase: forward and backward of every micro-batch, optimizer."""
     cores_ms: float = 0.0
     """CPU time of all ranks, divided by the cores that they share: no step can be shorter."""
     parts_ms: dict[str, float] = field(default_factory=dict)
@@ -73,7 +75,9 @@ class Results:
     loss: str
     versions: dict[str, str]
     compute_ms: dict[int, list[float]] = field(default_factory=dict)
-    """Steps that send nothing, by number of micro-batches."""
+    """Steps that send nothing, by number of micro-batches, ..."""
+    compute_shares: dict[int, list[float]] = field(default_factory=dict)
+    """... and how much of one each of its phases takes."""
     cells: list[Cell] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Loss of every step of a longer run of each strategy, mean over ranks; all with the same data."""
@@ -100,17 +104,30 @@ class Results:
 
     def limit_ms(self, cell: Cell) -> float:
         """What no step can beat: compute, and the busiest link's bytes at line rate, one after the other, or
-        beside each other as far as they can be.
+        beside each other as far as they can be: see `_phase_limit_ms`.
 
-        Nothing computes while the weights of the first unit and of the first block are on their way in
-        forward, and while their gradients, the last, are: their share of the bytes cannot be hidden.
+        A phase can hide only what is sent in it: weights that a forward needs come after the optimizer's
+        step, and gradients before it.
         """
         compute_ms = self.compute_median_ms(cell.micro_batches)
         wire_ms = cell.busiest_bytes * 8e3 / self.link_bit_s
         if not find_strategy(cell.strategy).overlaps:
             return compute_ms + wire_ms
-        exposed_ms = self.workload.first_and_last_share * wire_ms
-        return exposed_ms + max(compute_ms, wire_ms - exposed_ms)
+        computed, sent = self.compute_shares.get(cell.micro_batches), cell.bytes_shares
+        if not computed or not sent:  # a file from before phases were told apart
+            return self._phase_limit_ms(compute_ms, wire_ms)
+        return sum(
+            self._phase_limit_ms(compute_ms * compute, wire_ms * wire)
+            for compute, wire in zip(computed, sent, strict=True)
+        )
+
+    def _phase_limit_ms(self, compute_ms: float, wire_ms: float) -> float:
+        """In forward nothing computes before the weights of the root and of the first block are there, and
+        the last block computes when all weights are. Backward is the same from the end: first the last
+        block, and in the end the gradients of the first one and of the root."""
+        first_wire_ms = self.workload.first_and_last_share * wire_ms
+        last_compute_ms = compute_ms / self.workload.layers if wire_ms else 0.0
+        return max(first_wire_ms + compute_ms, wire_ms + last_compute_ms)
 
     def speedup(self, cell: Cell) -> float | None:
         """Throughput relative to the baseline's."""
@@ -169,7 +186,8 @@ class Results:
             if "row" in cell:  # a file from before strategies were called so
                 cell["strategy"] = cell.pop("row")
         raw["cells"] = [Cell(**cell) for cell in raw["cells"]]
-        raw["compute_ms"] = {int(key): value for key, value in raw["compute_ms"].items()}
+        for name in ("compute_ms", "compute_shares"):
+            raw[name] = {int(key): value for key, value in raw.get(name, {}).items()}
         return cls(**raw)
 
 

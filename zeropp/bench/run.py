@@ -25,7 +25,7 @@ from .. import __version__
 from ..lab import Cluster
 from ..lab.link_properties import UNLIMITED, parse_rate_bit_s
 from ..strategies import BASELINE, COMPUTE, STRATEGIES, Strategy, find_strategy
-from .messages import Steps
+from .messages import Phase, Steps
 from .profile import PARTS
 from .ranks import Ranks, StrategyError
 from .results import Cell, Results
@@ -195,6 +195,7 @@ class _Bench:
         step_ms = [1e3 * max(run.seconds[step] for run in runs) for step in range(count)]
         if strategy is COMPUTE:
             self.results.compute_ms.setdefault(micro_batches, []).extend(step_ms)
+            self.results.compute_shares[micro_batches] = _shares(runs, lambda phase: phase.seconds)
             return
         cell = self.results.cell(strategy.name, micro_batches)
         if cell is None:
@@ -208,6 +209,7 @@ class _Bench:
         ledgers = [run.ledger_bytes for run in runs if run.ledger_bytes is not None]
         if ledgers:
             cell.ledger_bytes = sum(ledgers) / len(leaders) / count
+            cell.bytes_shares = _shares(runs, lambda phase: phase.ledger_bytes)
         cell.cores_ms = 1e3 * sum(run.cpu_seconds for run in runs) / count / len(os.sched_getaffinity(0))
         if number == 0:
             memory = self.ranks.read_memory()
@@ -293,6 +295,12 @@ def _median_seconds(runs: Sequence[Steps]) -> float:
     """The median of some steps, each as long as on the rank where it took longest."""
     steps = sorted(max(values) for values in zip(*(run.seconds for run in runs), strict=True))
     return float(steps[len(steps) // 2])
+
+
+def _shares(runs: Sequence[Steps], of: Callable[[Phase], float]) -> list[float]:
+    """How much of a step each of its phases has, over all ranks."""
+    phases = [sum(map(of, same)) for same in zip(*(run.last_phases for run in runs), strict=True)]
+    return [phase / sum(phases) for phase in phases] if sum(phases) else []
 
 
 def _mean_losses(runs: Sequence[Steps]) -> list[float]:

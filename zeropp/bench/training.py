@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from ..models.loading import parameter_count
 from ..models.sharding import shard_blocks
 from ..strategies import Strategy
 from .deepspeed_peer import DeepSpeedTraining
+from .messages import Phase
 from .workload import Data, Workload, loss_of
 
 
@@ -30,6 +32,10 @@ class Training(Protocol):
     def communication_bytes(self) -> int: ...
     def ledger_bytes(self) -> int | None:
         """What this rank has sent to other nodes so far, as its ledger has it; None: no ledger."""
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Of the last step, one after the other; empty if they are not told apart."""
 
 
 class FsdpTraining:
@@ -48,21 +54,32 @@ class FsdpTraining:
             send_nothing(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.learning_rate)
         self.data = Data(workload, dist.get_rank())
+        self.phases: list[Phase] = []
 
     def step(self, micro_batches: int) -> float:
         set_sync = self.strategy.sync_switch(self.model, self.zpp)
         total = torch.zeros(())
+        self.phases.clear()
+        self._phase_began = time.monotonic(), self.ledger_bytes() or 0
         for micro_batch in range(micro_batches):
             set_sync(micro_batch == micro_batches - 1)
             tokens, targets = self.data.next()
             loss = loss_of(self.model(tokens), targets) / micro_batches
+            self._end_phase()
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+            self._end_phase()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.strategy.engine == "compute":
             dist.barrier()  # or ranks drift apart, and those behind get the cores of those that are done
+        self._end_phase()
         return total.item()
+
+    def _end_phase(self) -> None:
+        began, sent_before = self._phase_began
+        now, sent = self._phase_began = time.monotonic(), self.ledger_bytes() or 0
+        self.phases.append(Phase(now - began, sent - sent_before))
 
     def choose(self, micro_batches: int) -> str:
         """Take steps until zeropp has chosen a Config, of a strategy that leaves it to it: which one."""
