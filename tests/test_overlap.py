@@ -243,6 +243,6 @@ def _held(overlap: bool) -> tuple[int, int]:
 def test_gradients_on_their_way_are_counted_as_memory(ranks: Ranks) -> None:
     block = sum(p.numel() for p in Net().blocks[0].parameters())
     for during, after in ranks.run(_held, True):
-        assert during - after >= 4 * block  # all of blocks.1 in fp32, with padding, and this rank's shard
+        assert during - after >= block  # a fourth of blocks.1, in fp32; all of it as well, until it is read
     for during, after in ranks.run(_held, False):
         assert during == after

@@ -51,19 +51,22 @@ class Reduction:
 
     unit: Unit
     work: dist.Work
-    gradients: Tensor | None
-    """The full ones, which must stay as they are until they are read."""
+    gradients: Tensor | int
+    """The full ones, which must stay as they are until they are read; how many bytes, if `work` has them."""
     reduced: Tensor
     """This rank's shard of their sum, when `work` is done."""
 
     @property
-    def nbytes(self) -> int:
-        return self.reduced.nbytes + (0 if self.gradients is None else self.gradients.nbytes)
+    def is_read(self) -> bool:
+        return self.work.is_read() if isinstance(self.work, LaneWork) else self.work.is_completed()
 
-    def drop_gradients(self) -> None:
-        """As soon as nobody needs the full ones."""
+    @property
+    def nbytes(self) -> int:
+        full = self.gradients if isinstance(self.gradients, int) else self.gradients.nbytes
+        return self.reduced.nbytes + (0 if self.is_read else full)
+
+    def wait_until_read(self) -> None:
         self.work.wait_until_read() if isinstance(self.work, LaneWork) else self.work.wait()
-        self.gradients = None
 
     def finish(self) -> None:
         """Add what was reduced to `.grad`."""
@@ -94,9 +97,9 @@ class LateGradients:
     def make_room(self, most: int) -> None:
         """Before a reduction starts: keep full gradients of less than `most`, and take what has arrived."""
         coming = self._coming.get(torch._C._current_graph_task_id(), [])
-        kept = [reduction for reduction in coming if reduction.gradients is not None]
-        for reduction in kept[: len(kept) + 1 - most]:
-            reduction.drop_gradients()
+        unread = [reduction for reduction in coming if not reduction.is_read]
+        for reduction in unread[: max(0, len(unread) + 1 - most)]:
+            reduction.wait_until_read()
         while coming and coming[0].work.is_completed():
             coming.pop(0).finish()
 
@@ -183,4 +186,5 @@ class UnitOverlap:
 
     def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor) -> None:
         """See [Note: Gradients that come late]."""
-        self._overlap.late.expect(Reduction(self._unit, work, gradients, reduced))
+        kept = gradients.nbytes if isinstance(work, LaneWork) else gradients
+        self._overlap.late.expect(Reduction(self._unit, work, kept, reduced))

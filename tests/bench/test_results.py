@@ -28,9 +28,7 @@ def test_the_limit_is_compute_and_bytes_at_line_rate(results: Results) -> None:
     assert results.limit_ms(cell(results, "default", 8)) == pytest.approx(800 + exposed)
     slow = replace(results, link_bit_s=results.link_bit_s // 10)
     last = 100 / results.workload.layers
-    assert slow.limit_ms(cell(slow, "default", 1)) == pytest.approx(
-        770 + last
-    )  # and the last block
+    assert slow.limit_ms(cell(slow, "default", 1)) == pytest.approx(770 + last)  # and the last block
 
 
 def test_a_phase_hides_only_what_is_sent_in_it(results: Results) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ import zeropp
 from tests.configs import CONFIGS, PARAMETERS, examples_on_ranks
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, ReduceScatter, Scratch, Wire
+from zeropp.comm.lanes import LaneWork
 from zeropp.comm.reduction import scale_of
 from zeropp.topology import Topology
 
@@ -275,3 +277,46 @@ def test_fp64_is_not_squeezed_through_fp32(ranks: Ranks) -> None:
 def test_scale_of_an_unknown_operation() -> None:
     with pytest.raises(ValueError, match="FSDP2 uses AVG, SUM or PREMUL_SUM"):
         scale_of(ReduceOp.MAX, 4)
+
+
+class _AlwaysLate:
+    """Lets every reduction be late, and keeps the last one."""
+
+    work: LaneWork
+
+    def may_be_late(self, numel: int) -> bool:
+        return True
+
+    def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor) -> None:
+        assert isinstance(work, LaneWork)
+        self.work, self.reduced = work, reduced
+
+
+def _memory_of_gradients(config: zeropp.Config) -> tuple[bool, Tensor]:
+    """Whether full gradients were gone before any other rank reduced, and what they were reduced to."""
+    numel, rank = 1000, dist.get_rank()
+    comm, late = make_reduce_scatter(config, (numel,)), _AlwaysLate()
+    comm._overlap = late
+    is_gone = True
+    if rank > 0:
+        dist.barrier()
+    full = gradients_of(rank, dist.get_world_size() * numel, torch.float32, seed=0)
+    storage = weakref.ref(full.untyped_storage())
+    reduce_once(comm, full, ReduceOp.AVG)
+    del full
+    if rank == 0:
+        late.work.wait_until_read()
+        is_gone = storage() is None and not late.work.is_completed()
+        dist.barrier()
+    late.work.wait()
+    return is_gone, late.reduced
+
+
+@pytest.mark.parametrize("name", ["default", "paper", "feedback"])
+def test_full_gradients_go_as_soon_as_they_are_encoded(ranks: Ranks, name: str) -> None:
+    results = ranks.run(_memory_of_gradients, CONFIGS[name])
+    assert all(is_gone for is_gone, _ in results)
+    mean = sum(gradients_of(rank, 4000, torch.float32, seed=0) for rank in range(4)) / 4
+    assert isinstance(mean, Tensor)
+    for part, (_, reduced) in zip(mean.view(4, -1), results, strict=True):
+        assert (reduced - part).abs().max() < 0.6

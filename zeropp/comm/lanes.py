@@ -108,6 +108,9 @@ class LaneWork(dist.Work):
         with labelled(str(Label(COLLECTIVE[self._direction], "wait", self.unit))):
             self._read.wait()
 
+    def is_read(self) -> bool:
+        return self._read.is_set()
+
     def is_completed(self) -> bool:
         return self._done.is_set()
 

@@ -68,13 +68,13 @@ class NoiseArguments(TypedDict):
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chunk:
     """Some columns of one reduction, [Note: Chunks] in chunks.py."""
 
     layout: ReduceChunk
-    rows: Tensor
-    """The full gradients [W, S]."""
+    rows: Tensor | None
+    """The full gradients [W, S], until they are encoded: then their memory may go."""
     out: Tensor
     """The reduced shard [1, S]."""
     pending: Tensor | None
@@ -91,6 +91,11 @@ class Chunk:
     def key(self) -> str:
         """Of buffers that no other chunk uses meanwhile."""
         return f"{self.slot}.{self.layout.number}"
+
+    def take_rows(self) -> Tensor:
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        return rows
 
 
 class ReduceScatter:
@@ -316,8 +321,10 @@ class ReduceScatter:
     def _reduce_at_once(self, chunk: Chunk) -> Generator[None]:
         """The only hop: rows -> out."""
         (leg,) = chunk.layout.legs
-        encode = partial(leg.on_wire.encode, chunk.rows, **self._noise(chunk, leg.hop.name))
-        received = yield from self._exchange(chunk, leg, encode)
+        noise = self._noise(chunk, leg.hop.name)
+        received = yield from self._exchange(
+            chunk, leg, partial(leg.on_wire.encode, chunk.take_rows(), **noise)
+        )
         self._decode_sum(leg.on_wire, received, chunk.out, chunk.factor)
 
     def _reduce_by_recoding(self, chunk: Chunk) -> Generator[None]:
@@ -340,16 +347,16 @@ class ReduceScatter:
         if sums is None or sums.dtype != torch.float32:
             sums = self.wire.scratch.take(
                 f"reduce_scatter.sums.{chunk.key}",
-                *(last.hop.size, chunk.rows.shape[1]),
+                *(last.hop.size, chunk.out.shape[1]),
                 dtype=torch.float32,
-                device=chunk.rows.device,
+                device=chunk.out.device,
             )
             sums.zero_() if pending is None else sums.copy_(pending)
         for leg in before:
             arrived = yield from self._send_in_node(chunk, leg)
             self._decode_sum(leg.in_sums, arrived, sums, chunk.factor, accumulate=True)
         if not before:  # one rank a node: its own gradients are the node slice
-            sums.add_(chunk.rows, alpha=chunk.factor)
+            sums.add_(chunk.take_rows(), alpha=chunk.factor)
         if not chunk.goes_across:
             if pending is not None and pending is not sums:
                 round_at_random(sums, pending, **self._noise(chunk, "pending"))
@@ -368,18 +375,22 @@ class ReduceScatter:
     def _send_in_node(self, chunk: Chunk, leg: Leg) -> Generator[None, None, Tensor]:
         """The first of two hops: what arrived [n, N, E1]."""
         noise = self._noise(chunk, leg.hop.name)
-        encode = partial(leg.on_wire.encode, chunk.rows, order=self._row_order, **noise)
-        return (yield from self._exchange(chunk, leg, encode))
+        return (
+            yield from self._exchange(
+                chunk, leg, partial(leg.on_wire.encode, chunk.take_rows(), order=self._row_order, **noise)
+            )
+        )
 
     def _exchange(
         self, chunk: Chunk, leg: Leg, fill: Callable[[Tensor], None], what: str = "encode"
     ) -> Generator[None, None, Tensor]:
         """Let `fill` encode all rows [m * R, E], and swap them over the hop's m ranks: received [m, R, E]."""
         take, tag = self.wire.scratch.take, f"reduce_scatter.{leg.hop.name}.{chunk.key}"
-        device = chunk.rows.device
+        device = chunk.out.device
         sent, received = (take(f"{tag}.{way}", *leg.shape, device=device) for way in ("sent", "got"))
         with self.wire.label("reduce_scatter", what):
             fill(sent.view(-1, leg.shape[-1]))
+        del fill  # and with it the full gradients
         yield from self.wire.all_to_all(leg.hop, chunk.group, sent, received, chunk.layout.number)
         return received
 
