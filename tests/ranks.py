@@ -7,7 +7,8 @@ module level and its arguments; what it returns on each rank comes back as a lis
 To import torch takes more time than most jobs. So two processes, the templates, import what ranks need, and
 ranks are forked from them, in turn. Two, and not one: each has hash seeds of its own, so ranks that do
 something in the order of a set of strings still do it in different orders, as on a cluster. A template has no
-threads and no process group, and runs nothing else, so a fork is a whole process.
+threads and no process group, and runs nothing else, so a fork is a whole process. Whose jobs need more (a
+framework) lets the templates import it first: twice, and not on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 5.0
-IMPORTED = ("torch.distributed.checkpoint", "zeropp.quant.cpu", "zeropp.train.loop")
+LONGEST_MESSAGE = 1 << 16
+IMPORTED = (
+    "torch._dynamo",  # FSDP2 imports it when it shards
+    "torch.distributed.checkpoint",
+    "zeropp.quant.cpu",
+    "zeropp.train.loop",
+    "tests.configs",
+    "tests.training",
+)
 
 
 class RankError(AssertionError):
@@ -46,13 +55,12 @@ class Ranks:
         folder: Path,
         backend: str = "gloo",
         prepare: Callable[[], None] | None = None,
-        imported: Sequence[str] = IMPORTED,
     ) -> None:
-        """`imported` are modules that all ranks start with; `prepare` runs once in each of them, before its
-        first process group."""
+        """`prepare` runs once in each rank, before its first process group."""
         self.size = size
         self._folder = folder  # for rendezvous
-        self._life = (backend, prepare, tuple(imported))
+        self._life = (backend, prepare)
+        self._imported = list(IMPORTED)
         self._templates: list[_Template] = []
         self._workers: list[tuple[int, Connection]] = []
         """The process and the line to it, by rank."""
@@ -79,6 +87,11 @@ class Ranks:
             connection.send((rank, *job))
         return self._collect(world, time.monotonic() + timeout, grace)
 
+    def import_first(self, module: str) -> None:
+        """Begin again, with ranks that start with this module; see [Note: Templates]."""
+        self._kill()
+        self._imported.append(module)
+
     def close(self) -> None:
         self._kill()
         for template in self._templates:
@@ -95,7 +108,7 @@ class Ranks:
     def _start(self) -> None:
         if not self._templates:
             self._templates = [_Template(*self._life) for _ in range(2)]
-        lines = [self._templates[rank % 2].fork() for rank in range(self.size)]
+        lines = [self._templates[rank % 2].fork(self._imported) for rank in range(self.size)]
         self._workers = [(line.recv(), line) for line in lines]
 
     def _collect(self, world: int, deadline: float, grace: float) -> list[Any]:
@@ -126,20 +139,18 @@ class Ranks:
 class _Template:
     """A process that ranks are forked from; see [Note: Templates]."""
 
-    def __init__(self, backend: str, prepare: Callable[[], None] | None, imported: tuple[str, ...]) -> None:
-        self._control, theirs = socket.socketpair()
+    def __init__(self, backend: str, prepare: Callable[[], None] | None) -> None:
+        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         os.environ["OMP_NUM_THREADS"] = "1"  # else numpy's libraries start threads when they are imported
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(
-            target=_fork_ranks, args=(theirs, backend, prepare, imported), daemon=True
-        )
+        self._process = context.Process(target=_fork_ranks, args=(theirs, backend, prepare), daemon=True)
         self._process.start()
         theirs.close()
 
-    def fork(self) -> Connection:
-        """The line to a new rank, which first says its process number."""
+    def fork(self, imported: Sequence[str]) -> Connection:
+        """The line to a new rank, which has imported these modules, and first says its process number."""
         ours, theirs = socket.socketpair()
-        socket.send_fds(self._control, [b"a"], [theirs.fileno()])
+        socket.send_fds(self._control, [" ".join(imported).encode()], [theirs.fileno()])
         theirs.close()
         return Connection(ours.detach())
 
@@ -148,24 +159,33 @@ class _Template:
         self._process.join()
 
 
-def _fork_ranks(
-    control: socket.socket, backend: str, prepare: Callable[[], None] | None, imported: tuple[str, ...]
-) -> None:
+def _fork_ranks(control: socket.socket, backend: str, prepare: Callable[[], None] | None) -> None:
     """The life of a template."""
-    for module in imported:
-        import_module(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "a template with threads cannot be forked"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how ranks ended
+    known = 0
     while True:
-        message, (*lines,), _, _ = socket.recv_fds(control, 1, maxfds=1)
+        message, (*lines,), _, _ = socket.recv_fds(control, LONGEST_MESSAGE, maxfds=1)
         if not message:
             return
+        for module in message.decode().split():
+            import_module(module)
+        assert len(os.listdir("/proc/self/task")) == 1, "a template with threads cannot be forked"
+        known = _collect_garbage(known)
         if os.fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _serve(Connection(lines[0]), backend, prepare)
             os._exit(0)
         os.close(lines[0])
+
+
+def _collect_garbage(known: int) -> int:
+    """And do not look again at what modules are made of, which takes a quarter second, if there are more than
+    were known; returns how many there are."""
+    gc.collect()
+    if len(sys.modules) > known:
+        gc.freeze()
+    return len(sys.modules)
 
 
 def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | None) -> None:
@@ -178,12 +198,9 @@ def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | N
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    imported = 0
+    known = len(sys.modules)
     while True:
-        gc.collect()  # models of the last job, with their hooks
-        if len(sys.modules) > imported:  # looking at all that modules are made of takes a quarter second
-            imported = len(sys.modules)
-            gc.freeze()
+        known = _collect_garbage(known)  # models of the last job, with their hooks
         try:
             rank, function, args, world, store, timeout, env = connection.recv()
         except EOFError:
