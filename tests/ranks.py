@@ -141,7 +141,8 @@ class _Template:
 
     def __init__(self, backend: str, prepare: Callable[[], None] | None) -> None:
         self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        os.environ["OMP_NUM_THREADS"] = "1"  # else numpy's libraries start threads when they are imported
+        # Else numpy's libraries, and those of Hugging Face's datasets, start threads when they are imported.
+        os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_fork_ranks, args=(theirs, backend, prepare), daemon=True)
         self._process.start()

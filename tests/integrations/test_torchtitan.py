@@ -19,6 +19,11 @@ from zeropp.integrations.torchtitan import attach, with_zeropp
 PLAIN = None
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _import_framework(ranks: Ranks) -> None:
+    ranks.import_first("tests.integrations.titan")
+
+
 class Run(NamedTuple):
     """What a training of two steps has left."""
 
