@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 5.0
-LONGEST_MESSAGE = 1 << 16
+LONGEST_BIRTH = 1 << 16
 IMPORTED = (
     "torch._dynamo",  # FSDP2 imports it when it shards
     "torch.distributed.checkpoint",
@@ -55,13 +55,16 @@ class Ranks:
         folder: Path,
         backend: str = "gloo",
         prepare: Callable[[], None] | None = None,
+        templates_of: Ranks | None = None,
     ) -> None:
-        """`prepare` runs once in each rank, before its first process group."""
+        """`prepare` runs once in each rank, before its first process group; `templates_of` is a pool that
+        outlives this one."""
         self.size = size
         self._folder = folder  # for rendezvous
         self._life = (backend, prepare)
         self._imported = list(IMPORTED)
-        self._templates: list[_Template] = []
+        self._owns_templates = templates_of is None
+        self._templates: list[_Template] = [] if templates_of is None else templates_of._templates
         self._workers: list[tuple[int, Connection]] = []
         """The process and the line to it, by rank."""
         self._jobs = 0
@@ -94,9 +97,10 @@ class Ranks:
 
     def close(self) -> None:
         self._kill()
-        for template in self._templates:
-            template.close()
-        self._templates.clear()
+        if self._owns_templates:
+            for template in self._templates:
+                template.close()
+            self._templates.clear()
 
     def _kill(self) -> None:
         for process, connection in self._workers:
@@ -107,8 +111,9 @@ class Ranks:
 
     def _start(self) -> None:
         if not self._templates:
-            self._templates = [_Template(*self._life) for _ in range(2)]
-        lines = [self._templates[rank % 2].fork(self._imported) for rank in range(self.size)]
+            self._templates += [_Template() for _ in range(2)]
+        birth = pickle.dumps((self._imported, pickle.dumps(self._life)))
+        lines = [self._templates[rank % 2].fork(birth) for rank in range(self.size)]
         self._workers = [(line.recv(), line) for line in lines]
 
     def _collect(self, world: int, deadline: float, grace: float) -> list[Any]:
@@ -139,19 +144,20 @@ class Ranks:
 class _Template:
     """A process that ranks are forked from; see [Note: Templates]."""
 
-    def __init__(self, backend: str, prepare: Callable[[], None] | None) -> None:
+    def __init__(self) -> None:
         self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         # Else numpy's libraries, and those of Hugging Face's datasets, start threads when they are imported.
         os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_fork_ranks, args=(theirs, backend, prepare), daemon=True)
+        self._process = context.Process(target=_fork_ranks, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
-    def fork(self, imported: Sequence[str]) -> Connection:
-        """The line to a new rank, which has imported these modules, and first says its process number."""
+    def fork(self, birth: bytes) -> Connection:
+        """The line to a new rank, which first says its process number. `birth`: modules that it starts with,
+        and, pickled, the arguments of `_serve`."""
         ours, theirs = socket.socketpair()
-        socket.send_fds(self._control, [" ".join(imported).encode()], [theirs.fileno()])
+        socket.send_fds(self._control, [birth], [theirs.fileno()])
         theirs.close()
         return Connection(ours.detach())
 
@@ -160,22 +166,23 @@ class _Template:
         self._process.join()
 
 
-def _fork_ranks(control: socket.socket, backend: str, prepare: Callable[[], None] | None) -> None:
+def _fork_ranks(control: socket.socket) -> None:
     """The life of a template."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how ranks ended
     known = 0
     while True:
-        message, (*lines,), _, _ = socket.recv_fds(control, LONGEST_MESSAGE, maxfds=1)
-        if not message:
+        birth, (*lines,), _, _ = socket.recv_fds(control, LONGEST_BIRTH, maxfds=1)
+        if not birth:
             return
-        for module in message.decode().split():
+        imported, life = pickle.loads(birth)
+        for module in imported:
             import_module(module)
         assert len(os.listdir("/proc/self/task")) == 1, "a template with threads cannot be forked"
         known = _collect_garbage(known)
         if os.fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _serve(Connection(lines[0]), backend, prepare)
+            _serve(Connection(lines[0]), *pickle.loads(life))
             os._exit(0)
         os.close(lines[0])
 
