@@ -24,6 +24,7 @@ import subprocess
 import sys
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class Watch:
     """What was reported while it was on."""
 
     reports: list[Report] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Of reports, by kind."""
 
     @property
     def conflicts(self) -> list[str]:
@@ -163,7 +166,7 @@ def load() -> None:
 
 def _on_report(kind: str, text: str) -> None:
     # A missing wait makes thousands of conflicts; the first ones say it all.
-    watching = [w for w in _watches if sum(report.kind == kind for report in w.reports) < MAX_REPORTS]
+    watching = [each for each in _watches if each.counts[kind] < MAX_REPORTS]
     if watching:
         # By hand: `traceback.extract_stack` asks the file system for the age of every file on the stack.
         stack = [
@@ -172,6 +175,7 @@ def _on_report(kind: str, text: str) -> None:
         ]
         for each in watching:
             each.reports.append(Report(kind, text, stack[::-1]))
+            each.counts[kind] += 1
 
 
 def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
