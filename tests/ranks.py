@@ -7,7 +7,8 @@ module level and its arguments; what it returns on each rank comes back as a lis
 To import torch takes more time than most jobs. So two processes, the templates, import what ranks need, and
 ranks are forked from them, in turn. Two, and not one: each has hash seeds of its own, so ranks that do
 something in the order of a set of strings still do it in different orders, as on a cluster. A template has no
-threads and no process group, and runs nothing else, so a fork is a whole process.
+threads and no process group, and runs nothing else, so a fork is a whole process. Whose jobs need more (a
+framework) lets the templates import it first: twice, and not on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -30,7 +31,15 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 5.0
-IMPORTED = ("torch.distributed.checkpoint", "zeropp.quant.cpu", "zeropp.train.loop")
+LONGEST_BIRTH = 1 << 16
+IMPORTED = (
+    "torch._dynamo",  # FSDP2 imports it when it shards
+    "torch.distributed.checkpoint",
+    "zeropp.quant.cpu",
+    "zeropp.train.loop",
+    "tests.configs",
+    "tests.training",
+)
 
 
 class RankError(AssertionError):
@@ -46,14 +55,16 @@ class Ranks:
         folder: Path,
         backend: str = "gloo",
         prepare: Callable[[], None] | None = None,
-        imported: Sequence[str] = IMPORTED,
+        templates_of: Ranks | None = None,
     ) -> None:
-        """`imported` are modules that all ranks start with; `prepare` runs once in each of them, before its
-        first process group."""
+        """`prepare` runs once in each rank, before its first process group; `templates_of` is a pool that
+        outlives this one."""
         self.size = size
         self._folder = folder  # for rendezvous
-        self._life = (backend, prepare, tuple(imported))
-        self._templates: list[_Template] = []
+        self._life = (backend, prepare)
+        self._imported = list(IMPORTED)
+        self._owns_templates = templates_of is None
+        self._templates: list[_Template] = [] if templates_of is None else templates_of._templates
         self._workers: list[tuple[int, Connection]] = []
         """The process and the line to it, by rank."""
         self._jobs = 0
@@ -79,11 +90,17 @@ class Ranks:
             connection.send((rank, *job))
         return self._collect(world, time.monotonic() + timeout, grace)
 
+    def import_first(self, module: str) -> None:
+        """Begin again, with ranks that start with this module; see [Note: Templates]."""
+        self._kill()
+        self._imported.append(module)
+
     def close(self) -> None:
         self._kill()
-        for template in self._templates:
-            template.close()
-        self._templates.clear()
+        if self._owns_templates:
+            for template in self._templates:
+                template.close()
+            self._templates.clear()
 
     def _kill(self) -> None:
         for process, connection in self._workers:
@@ -94,8 +111,9 @@ class Ranks:
 
     def _start(self) -> None:
         if not self._templates:
-            self._templates = [_Template(*self._life) for _ in range(2)]
-        lines = [self._templates[rank % 2].fork() for rank in range(self.size)]
+            self._templates += [_Template() for _ in range(2)]
+        birth = pickle.dumps((self._imported, pickle.dumps(self._life)))
+        lines = [self._templates[rank % 2].fork(birth) for rank in range(self.size)]
         self._workers = [(line.recv(), line) for line in lines]
 
     def _collect(self, world: int, deadline: float, grace: float) -> list[Any]:
@@ -126,20 +144,20 @@ class Ranks:
 class _Template:
     """A process that ranks are forked from; see [Note: Templates]."""
 
-    def __init__(self, backend: str, prepare: Callable[[], None] | None, imported: tuple[str, ...]) -> None:
-        self._control, theirs = socket.socketpair()
-        os.environ["OMP_NUM_THREADS"] = "1"  # else numpy's libraries start threads when they are imported
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        # Else numpy's libraries, and those of Hugging Face's datasets, start threads when they are imported.
+        os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(
-            target=_fork_ranks, args=(theirs, backend, prepare, imported), daemon=True
-        )
+        self._process = context.Process(target=_fork_ranks, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
-    def fork(self) -> Connection:
-        """The line to a new rank, which first says its process number."""
+    def fork(self, birth: bytes) -> Connection:
+        """The line to a new rank, which first says its process number. `birth`: modules that it starts with,
+        and, pickled, the arguments of `_serve`."""
         ours, theirs = socket.socketpair()
-        socket.send_fds(self._control, [b"a"], [theirs.fileno()])
+        socket.send_fds(self._control, [birth], [theirs.fileno()])
         theirs.close()
         return Connection(ours.detach())
 
@@ -148,24 +166,34 @@ class _Template:
         self._process.join()
 
 
-def _fork_ranks(
-    control: socket.socket, backend: str, prepare: Callable[[], None] | None, imported: tuple[str, ...]
-) -> None:
+def _fork_ranks(control: socket.socket) -> None:
     """The life of a template."""
-    for module in imported:
-        import_module(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "a template with threads cannot be forked"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how ranks ended
+    known = 0
     while True:
-        message, (*lines,), _, _ = socket.recv_fds(control, 1, maxfds=1)
-        if not message:
+        birth, (*lines,), _, _ = socket.recv_fds(control, LONGEST_BIRTH, maxfds=1)
+        if not birth:
             return
+        imported, life = pickle.loads(birth)
+        for module in imported:
+            import_module(module)
+        assert len(os.listdir("/proc/self/task")) == 1, "a template with threads cannot be forked"
+        known = _collect_garbage(known)
         if os.fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _serve(Connection(lines[0]), backend, prepare)
+            _serve(Connection(lines[0]), *pickle.loads(life))
             os._exit(0)
         os.close(lines[0])
+
+
+def _collect_garbage(known: int) -> int:
+    """And do not look again at what modules are made of, which takes a quarter second, if there are more than
+    were known; returns how many there are."""
+    gc.collect()
+    if len(sys.modules) > known:
+        gc.freeze()
+    return len(sys.modules)
 
 
 def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | None) -> None:
@@ -178,12 +206,9 @@ def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | N
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    imported = 0
+    known = len(sys.modules)
     while True:
-        gc.collect()  # models of the last job, with their hooks
-        if len(sys.modules) > imported:  # looking at all that modules are made of takes a quarter second
-            imported = len(sys.modules)
-            gc.freeze()
+        known = _collect_garbage(known)  # models of the last job, with their hooks
         try:
             rank, function, args, world, store, timeout, env = connection.recv()
         except EOFError:

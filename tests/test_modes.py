@@ -165,7 +165,7 @@ def _tensor_parallel(config: zeropp.Config | None, tp: int) -> tuple[list[float]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
     losses = []
-    for _ in range(4):
+    for _ in range(3):
         x = torch.randn(8, 12, generator=generator)
         loss = (model(x) - x).square().mean()
         optimizer.zero_grad()

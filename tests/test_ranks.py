@@ -33,8 +33,8 @@ def test_worlds_of_several_sizes(ranks: Ranks) -> None:
 
 def test_failure_and_hang_are_reported_and_survived(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="rank one says no"):
-        ranks.run(_fail_on_one, world=2)
+        ranks.run(_fail_on_one, world=2, grace=1)
     ranks.run(_sum_of_ranks, world=2)
     with pytest.raises(RankError, match=r"no answer from ranks \[1\]"):
-        ranks.run(_hang_on_one, world=2, timeout=3)
+        ranks.run(_hang_on_one, world=2, timeout=2)
     assert ranks.run(_sum_of_ranks, world=2) == [1.0, 1.0]

@@ -18,7 +18,7 @@ from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import Trainer
 
-STEPS = 8
+STEPS, STOP_AFTER = 5, 3
 
 
 def _run(config: zeropp.Config, folder: str, stop_after: int | None, evaluate: bool) -> list[float]:
@@ -58,7 +58,7 @@ def test_a_replayed_run_is_bit_identical(ranks: Ranks, tmp_path: Path, name: str
     """Stopped right after a step, or with weights that an evaluation has already gathered."""
     config = CONFIGS[name]
     undisturbed = ranks.run(_run, config, str(tmp_path), None, evaluate)
-    assert ranks.run(_run, config, str(tmp_path), 5, evaluate) == undisturbed
+    assert ranks.run(_run, config, str(tmp_path), STOP_AFTER, evaluate) == undisturbed
     assert len(set(undisturbed[0])) == len(undisturbed[0])
 
 

@@ -132,7 +132,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def losses_and_hops(
-    make: Callable[[], Net], *configs: zeropp.Config | None, steps: int = 5
+    make: Callable[[], Net], *configs: zeropp.Config | None, steps: int = 3
 ) -> list[tuple[list[float], set[str]]]:
     """Train the same model in several ways: the losses, and the hops that the ledger has seen."""
     outcomes = []

@@ -61,7 +61,7 @@ def ledger_of_second_step(case: Case) -> dict[tuple[str, str, str], tuple[int, i
 
 def peak_of_second_step(case: Case) -> int:
     """Bytes that torch's CPU allocator had given out when they were most, from the profiler's records."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step, _ = _prepare(case)
         step()
         with record_function(SECOND_STEP):

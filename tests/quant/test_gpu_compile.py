@@ -47,7 +47,7 @@ def test_rotation_and_noise_compile_well(variant: gpu_compile.Variant, target: s
 
 
 def check(variant: gpu_compile.Variant, target: str, most_registers: int) -> None:
-    report = gpu_compile.compile_variant(variant, target)
+    report = gpu_compile.compile_variant(variant, target, disassemble=False)
     assert report.missing == ""
     assert report.spills is not None
     assert report.spills <= MOST_SPILLED_BYTES
@@ -71,7 +71,7 @@ def test_sums_are_not_fused_and_subnormals_are_kept(target: str) -> None:
 @pytest.mark.parametrize("target", gpu_compile.TARGETS)
 def test_odd_rows_do_not_narrow_the_loads_of_bytes(target: str) -> None:
     report = gpu_compile.compile_variant(
-        gpu_compile.decode_variant("bf16", bits=8, block_size=128, odd_rows=True), target
+        gpu_compile.decode_variant("bf16", bits=8, block_size=128, odd_rows=True), target, disassemble=False
     )
     assert (report.spills, report.load_bits) == (0, 128)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert run.returncode == 0, run.stdout + run.stderr
 
 else:
+    import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
+
     from tests.quant.test_conformance import (
         BLOCK_SIZES,
         FLOAT_DTYPES,
@@ -59,6 +63,29 @@ else:
         """The interpreter computes with numpy, which warns of the overflows that are wanted here."""
         with np.errstate(all="ignore"):
             yield
+
+    @pytest.fixture(autouse=True)
+    def patches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+        """The interpreter replaces triton's language for a kernel, and again, which takes half of the time,
+        for every function that the kernel calls. Once for all that see the same modules of it is enough."""
+        patch, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
+        patched: set[tuple[bool, ...]] = set()
+
+        def patch_once(function: Any) -> Any:
+            seen = tuple(
+                any(value is lang for value in function.__globals__.values()) for lang in (tl, tl.core)
+            )
+            if seen in patched:
+                return interpreter._LangPatchScope()
+            patched.add(seen)
+            return patch(function)
+
+        def run_kernel(*args: Any, **kwargs: Any) -> Any:
+            patched.clear()
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_kernel)
 
     @pytest.mark.parametrize("bits", [8, 4])
     @pytest.mark.parametrize("block_size", BLOCK_SIZES)

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class Watch:
     """What was reported while it was on."""
 
     reports: list[Report] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Of reports, by kind."""
 
     @property
     def conflicts(self) -> list[str]:
@@ -118,54 +121,26 @@ def build() -> Path:
 
     folder = HERE / "build"
     folder.mkdir(exist_ok=True)
-    common = f"{torch.__version__} {sys.version}".encode() + b"".join(h.read_bytes() for h in HEADERS)
-    objects = {source: folder / f"{source.stem}_{_digest(common, source)}.o" for source in SOURCES}
-    target = folder / f"{NAME}_{_digest(common, *SOURCES)}.so"
+    made_of = f"{torch.__version__} {sys.version}".encode()
+    made_of += b"".join(file.read_bytes() for file in (*HEADERS, *SOURCES))
+    target = folder / f"{NAME}_{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if target.exists():
         return target
+    temporary = target.with_suffix(f".{os.getpid()}")  # another session may be making the same
     includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    flags = [
-        "-std=c++20",
-        "-O0",
-        "-fPIC",
-        "-w",
-        abi,
-        "-DUSE_DISTRIBUTED",
-        f"-DTORCH_EXTENSION_NAME={NAME}_native",
-    ]
-    missing = {made: source for source, made in objects.items() if not made.exists()}
-    _run_all({made: ["g++", *flags, *includes, "-c", str(source)] for made, source in missing.items()})
+    flags = ["-std=c++20", "-O0", "-fPIC", "-w", abi, "-DUSE_DISTRIBUTED"]
     libraries = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-    link = [
-        "g++",
-        "-shared",
-        *map(str, objects.values()),
-        f"-L{Path(torch.__file__).parent / 'lib'}",
-        *libraries,
+    command = [
+        *("g++", "-shared", *flags, f"-DTORCH_EXTENSION_NAME={NAME}_native", *includes),
+        *("-x", "c++", "-", f"-L{Path(torch.__file__).parent / 'lib'}", *libraries, "-o", str(temporary)),
     ]
-    _run_all({target: link})
+    # As one file: most of the time goes into torch's headers, which all of them include.
+    together = "".join(f'#include "{source}"\n' for source in SOURCES)
+    if subprocess.run(command, input=together, text=True).returncode != 0:
+        raise RuntimeError(f"g++ could not build {target.name}")
+    os.replace(temporary, target)
     return target
-
-
-def _digest(common: bytes, *sources: Path) -> str:
-    return hashlib.sha256(common + b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-
-
-def _run_all(commands: dict[Path, list[str]]) -> None:
-    """Make the files, all at once. Another session may be making the same: each appears when it is whole."""
-    temporary = {made: made.with_suffix(f".{os.getpid()}") for made in commands}
-    running = {
-        made: subprocess.Popen([*command, "-o", str(temporary[made])]) for made, command in commands.items()
-    }
-    failed = []
-    for made, compiler in running.items():
-        if compiler.wait() == 0:
-            os.replace(temporary[made], made)
-        else:
-            failed.append(made.stem)
-    if failed:
-        raise RuntimeError(f"g++ could not build {', '.join(failed)}")
 
 
 def why_not() -> str | None:
@@ -191,12 +166,16 @@ def load() -> None:
 
 def _on_report(kind: str, text: str) -> None:
     # A missing wait makes thousands of conflicts; the first ones say it all.
-    watching = [w for w in _watches if sum(report.kind == kind for report in w.reports) < MAX_REPORTS]
+    watching = [each for each in _watches if each.counts[kind] < MAX_REPORTS]
     if watching:
-        frames = traceback.walk_stack(sys._getframe(1))
-        stack = traceback.StackSummary.extract(frames, lookup_lines=False)
+        # By hand: `traceback.extract_stack` asks the file system for the age of every file on the stack.
+        stack = [
+            traceback.FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
+            for frame, line in traceback.walk_stack(sys._getframe(1))
+        ]
         for each in watching:
-            each.reports.append(Report(kind, text, list(reversed(stack))))
+            each.reports.append(Report(kind, text, stack[::-1]))
+            each.counts[kind] += 1
 
 
 def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
