@@ -97,8 +97,7 @@ def predict(results: Results, strategy: str, micro_batches: int, hardware: Hardw
         reduce="bf16" if strategy == "hsdp" else "fp32",
     )
     if strategy != COMPUTE.name:
-        known = find_strategy(strategy)
-        return simulate(dry_run(scenario, known), replace(hardware, overlap=known.overlaps))
+        return simulate(dry_run(scenario, find_strategy(strategy)), hardware)
     return simulate(without_hops(dry_run(scenario, find_strategy("fsdp2"))), hardware)
 
 

@@ -30,15 +30,15 @@ def dry_run(scenario: Scenario, strategy: Strategy, *, full: bool = False) -> Tr
     """
     short = replace(scenario, micro_batches=min(scenario.micro_batches, RECORDED_MICRO_BATCHES))
     if full:
-        return _trace(scenario, *_as_recorded(record_step(scenario, strategy)))
+        return _trace(scenario, strategy, *_as_recorded(record_step(scenario, strategy)))
     few = record_step(short, strategy, layers=RECORDED)
     if few.layers > RECORDED:
         one_more = record_step(short, strategy, layers=RECORDED + 1)
         if few.are_alike and _next_follows(few, one_more):
-            return _trace(scenario, *_multiplied(few, one_more))
+            return _trace(scenario, strategy, *_multiplied(few, one_more))
         logger.warning("zeropp: the layers of %s differ, so all of them are run", scenario.model.name)
         few = record_step(short, strategy)
-    return _trace(scenario, *_as_recorded(few))
+    return _trace(scenario, strategy, *_as_recorded(few))
 
 
 def _next_follows(few: Recording, one_more: Recording) -> bool:
@@ -66,7 +66,11 @@ def _multiplied(few: Recording, one_more: Recording) -> tuple[list[list[Event]],
 
 
 def _trace(
-    scenario: Scenario, parts: list[list[Event]], memory: list[MemoryEstimate], parameters: int
+    scenario: Scenario,
+    strategy: Strategy,
+    parts: list[list[Event]],
+    memory: list[MemoryEstimate],
+    parameters: int,
 ) -> Trace:
     *micro_batches, optimizer = parts
     missing = scenario.micro_batches - len(micro_batches)
@@ -81,4 +85,5 @@ def _trace(
         micro_batches=scenario.micro_batches,
         tokens=scenario.tokens,
         memory=max(memory, key=lambda moment: moment.peak),
+        overlaps=strategy.overlaps,
     )

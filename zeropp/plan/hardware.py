@@ -11,9 +11,10 @@ same time and share the rate. A flat ring uses both, and the slower of the two d
 [Note: Overlap]
 With `overlap`, communication and compute run beside each other as FSDP2's streams do. Codec kernels then run
 on the streams of the communication, and take their time away from compute.
-Without it, one thread does everything in the order of the program and waits for each collective: gloo on CPU.
-What runs beside the thread is only the wire of one chunk while it encodes another, and that costs it
-`host_ns_per_byte`, because the bytes are moved by the same cores.
+Without it, one thread does everything in the order of the program and waits for each collective: FSDP2 with
+gloo on CPU. (zeropp's own Configs overlap there, too: overlap.py.) What runs beside the thread is only the
+wire of one chunk while it encodes another, and that costs it `host_ns_per_byte`, because the bytes are moved
+by the same cores.
 """
 
 from __future__ import annotations

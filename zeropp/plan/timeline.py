@@ -176,14 +176,14 @@ class _Builder:
             if self._in_flight is not None:
                 self._use(self._in_flight)
             ready = self._copied_out[-1:]
-        stream = "gather" if self.hardware.overlap else "compute"
+        stream = "gather" if self._overlaps else "compute"
         self._wait(stream, ready)
         end = self._collective(f"gather {gather.unit}", gather.hops, stream)
         self._units[gather.unit] = _Unit(end, used=False)
         self._in_flight = gather.unit
 
     def _reduce(self, reduce: Reduce) -> None:
-        stream = "reduce" if self.hardware.overlap else "compute"
+        stream = "reduce" if self._overlaps else "compute"
         if self._reduced is not None:
             self._wait("compute", [self._reduced])
         scattered = tuple(hop for hop in reduce.hops if hop.pattern != "all_reduce")
@@ -191,9 +191,13 @@ class _Builder:
         self._wait(stream, self._latest("compute"))
         self._reduced = self._collective(f"reduce {reduce.unit}", scattered, stream)
         if replicated:
-            stream = "all-reduce" if self.hardware.overlap else "compute"
+            stream = "all-reduce" if self._overlaps else "compute"
             self._wait(stream, [self._reduced])
             self._collective(f"reduce {reduce.unit}", replicated, stream)
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.hardware.overlap or self.trace.overlaps
 
     def _use(self, unit: str) -> None:
         """Compute waits for the unit's weights."""

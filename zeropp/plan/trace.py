@@ -89,6 +89,8 @@ class Trace:
     tokens: int
     """What a rank reads in a step, all micro-batches together."""
     memory: MemoryEstimate
+    overlaps: bool = False
+    """Whether it sends while it computes on a CPU as well: see [Note: Overlap] in hardware.py."""
 
     @property
     def flops(self) -> int:
