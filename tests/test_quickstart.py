@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     out = tmp_path_factory.mktemp("quickstart") / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += [str(ROOT / "examples/quickstart.py"), "--json", str(out), "--steps", "60"]
+    command += [str(ROOT / "examples/quickstart.py"), "--json", str(out), "--steps", "30"]
     subprocess.run(command, check=True, timeout=1800, env={**os.environ, "OMP_NUM_THREADS": "1"})
     runs: dict[str, dict[str, object]] = json.loads(out.read_text())["runs"]
     return runs

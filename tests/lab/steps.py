@@ -100,7 +100,9 @@ def train(run: str) -> dict[str, Any]:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    losses, seconds, before = [], [], Sent(0, 0)
+    losses: list[float] = []
+    seconds: list[float] = []
+    before = Sent(0, 0)
     step, has_waited = 0, False
     while step < STEPS or run == DOWN or (run == CUT and not has_waited):
         started = time.monotonic()
