@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from tests.ranks import Ranks
 from tests.train.runs import command_line, small_run, train_here
 from zeropp import Config
+from zeropp.lab.job import TORCHRUN
 from zeropp.train.checkpoint import steps_in
 from zeropp.train.config import CheckpointConfig, EvaluationConfig, Run
 from zeropp.train.metrics import FILE_NAME, Metrics
@@ -47,7 +47,7 @@ def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @contextmanager
 def torchrun(run: Run, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """An agent in a session of its own, which is gone at the end of the block."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "zeropp", "train"]
+    command = [*TORCHRUN, *options, "-m", "zeropp", "train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **NEW_STORE}
     log = run.folder / f"{time.monotonic_ns()}.log"
     with log.open("wb") as out:
