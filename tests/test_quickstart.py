@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     out = tmp_path_factory.mktemp("quickstart") / "results.json"
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "tests.run_script"]
-    command += [str(ROOT / "examples/quickstart.py"), "--json", str(out), "--steps", "30"]
+    command += [str(ROOT / "examples/quickstart.py"), "--json", str(out), "--steps", "20"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, timeout=600, env=environment, cwd=ROOT)
     runs: dict[str, dict[str, object]] = json.loads(out.read_text())["runs"]

@@ -39,7 +39,7 @@ WIDTH = 384
 CUT, DOWN = "default:cut", "default:down"
 """Runs with a link that somebody takes down after the third step: CUT goes on until it has waited for it,
 DOWN until it gives up."""
-STEPS = 5
+STEPS, MOST_STEPS = 5, 500
 TIMEOUT = timedelta(seconds=3)
 
 
@@ -103,8 +103,8 @@ def train(run: str) -> dict[str, Any]:
     losses: list[float] = []
     seconds: list[float] = []
     before = Sent(0, 0)
-    step, has_waited = 0, False
-    while step < STEPS or run == DOWN or (run == CUT and not has_waited):
+    has_waited = False
+    for step in range(MOST_STEPS if run in (CUT, DOWN) else STEPS):
         started = time.monotonic()
         if run == CUT:  # as a part of the step, for this may be what waits
             has_waited = somebody_waited(seconds[3:])
@@ -118,7 +118,8 @@ def train(run: str) -> dict[str, Any]:
             before = Sent.until_now()
             zpp.ledger.reset()
         print(f"{run} step {step}", flush=True)  # noqa: T201
-        step += 1
+        if has_waited:
+            break
     ledger_bytes = zpp.ledger.total().across_bytes
     sent = Sent.until_now().since(before)
     return {

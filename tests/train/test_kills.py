@@ -23,7 +23,7 @@ from zeropp.train.config import CheckpointConfig, EvaluationConfig, Run
 from zeropp.train.metrics import FILE_NAME, Metrics
 
 SECONDS = 120.0  # for any one thing to happen, on any machine
-STEPS = 40
+STEPS = 30
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """A store for every restart. torch 2.13 shares one, whose address a node that comes back is never told."""
 NOTICE_SOON = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=1"
@@ -37,8 +37,8 @@ def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
         tmp_path_factory.mktemp("undisturbed"),
         steps=STEPS,
         zeropp=Config(node_size=1),
-        checkpoint=CheckpointConfig(every=10),
-        evaluation=EvaluationConfig(every=20, batches=2),
+        checkpoint=CheckpointConfig(every=6),
+        evaluation=EvaluationConfig(every=15, batches=2),
     )
     ranks.run(train_here, run, world=2)
     return run
@@ -106,7 +106,7 @@ def check_equal(run: Run, undisturbed: Run, starts: int) -> None:
 def test_a_killed_rank_resumes_by_itself(undisturbed: Run, tmp_path: Path) -> None:
     run = replace(undisturbed, folder=tmp_path)
     with torchrun(run, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1") as agent:
-        wait_for_step(run, 15, agent)
+        wait_for_step(run, 8, agent)
         os.kill(ranks_of(agent)[1], signal.SIGKILL)
         assert finish(agent) == 0
     check_equal(run, undisturbed, starts=2)
@@ -123,7 +123,7 @@ def test_a_killed_node_comes_back_and_the_job_goes_on(undisturbed: Run, tmp_path
     ]
     with torchrun(run, *options) as first:
         with torchrun(run, *options) as second:
-            wait_for_step(run, 15, first)
+            wait_for_step(run, 8, first)
             kill_all(second)
         with torchrun(run, *options) as second:
             assert finish(first) == 0
@@ -138,7 +138,7 @@ def test_a_signal_to_torchrun_saves_and_ends(
     """As from Ctrl-C, or from a scheduler that wants the nodes back."""
     run = replace(undisturbed, folder=tmp_path)
     with torchrun(run, "--standalone", "--nproc-per-node", "2") as agent:
-        wait_for_step(run, 12, agent)
+        wait_for_step(run, 8, agent)
         agent.send_signal(number)
         finish(agent)
     stopped = Metrics(run.folder / FILE_NAME)
