@@ -10,6 +10,8 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 export OMP_NUM_THREADS := 1
+# Else every process of the tests would compile zeropp, and every worker the tests, again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test core lint types docs tests clean
 

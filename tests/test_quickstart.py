@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from zeropp.lab.job import TORCHRUN
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,9 +17,10 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     out = tmp_path_factory.mktemp("quickstart") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += [str(ROOT / "examples/quickstart.py"), "--json", str(out), "--steps", "60"]
-    subprocess.run(command, check=True, timeout=1800, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "tests.run_script"]
+    command += [str(ROOT / "examples/quickstart.py"), "--json", str(out), "--steps", "20"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=600, env=environment, cwd=ROOT)
     runs: dict[str, dict[str, object]] = json.loads(out.read_text())["runs"]
     return runs
 

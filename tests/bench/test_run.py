@@ -17,7 +17,7 @@ def test_a_small_benchmark_measures_every_strategy() -> None:
     strategies = ("fsdp2", "wire16", "wire16-accumulate", "hsdp", "default")
     results = run_bench(
         Settings(
-            link="200mbit",
+            link="500mbit",
             micro_batches=(1, 2),
             strategies=strategies,
             rounds=1,

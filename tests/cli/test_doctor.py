@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from zeropp.cli import main
+from zeropp.lab.job import TORCHRUN
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ROOT = Path(__file__).parents[2]
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*TORCHRUN, "-m", "zeropp", "doctor", *arguments],
+        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "zeropp", "doctor", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

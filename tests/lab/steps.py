@@ -1,6 +1,6 @@
 """Train a little, on whatever cluster this is started on by torchrun, and write what happened to files.
 
-    python -m tests.lab.steps FOLDER RUN...
+    python -m tests.lab FOLDER RUN...
 
 A run is one of CONFIGS, or one of LORA with the default. With ":" and a word behind it, it waits for the file
 FOLDER/<run> before it starts, so that somebody can change the links first.
@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import zeropp
+from zeropp.quick_import import import_quickly
 
 CONFIGS = {
     "default": zeropp.Config(),
@@ -35,9 +36,11 @@ LORA = {"lora-fp32": torch.float32, "lora-bf16": torch.bfloat16}
 WIDTH = 384
 
 
-STEPS = {"default:cut": 40, "default:down": 2000}
-"""Of runs with more than a few."""
-TIMEOUTS = {"default:down": timedelta(seconds=5)}
+CUT, DOWN = "default:cut", "default:down"
+"""Runs with a link that somebody takes down after the third step: CUT goes on until it has waited for it,
+DOWN until it gives up."""
+STEPS, MOST_STEPS = 5, 500
+TIMEOUT = timedelta(seconds=3)
 
 
 @dataclass
@@ -80,9 +83,8 @@ class Layers(nn.Sequential):
 def make_model(name: str) -> Any:
     if name not in LORA:
         return Layers()
-    from tests.lab.lora import Lora  # here, because what it needs takes seconds to import
-
-    return Lora(LORA[name])
+    lora = import_quickly("tests.lab.lora")  # here, because what it needs takes seconds to import
+    return lora.Lora(LORA[name])
 
 
 def train(run: str) -> dict[str, Any]:
@@ -93,14 +95,19 @@ def train(run: str) -> dict[str, Any]:
         fully_shard(block)
     fully_shard(model)
     zpp = zeropp.apply(model, CONFIGS.get(name, zeropp.Config()))
-    if run in TIMEOUTS:
-        zpp.set_timeout(TIMEOUTS[run])
+    if run == DOWN:
+        zpp.set_timeout(TIMEOUT)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    losses, seconds, before = [], [], Sent(0, 0)
-    for step in range(STEPS.get(run, 5)):
+    losses: list[float] = []
+    seconds: list[float] = []
+    before = Sent(0, 0)
+    has_waited = False
+    for step in range(MOST_STEPS if run in (CUT, DOWN) else STEPS):
         started = time.monotonic()
+        if run == CUT:  # as a part of the step, for this may be what waits
+            has_waited = somebody_waited(seconds[3:])
         loss = model.loss(generator)
         loss.backward()
         optimizer.step()
@@ -111,6 +118,8 @@ def train(run: str) -> dict[str, Any]:
             before = Sent.until_now()
             zpp.ledger.reset()
         print(f"{run} step {step}", flush=True)  # noqa: T201
+        if has_waited:
+            break
     ledger_bytes = zpp.ledger.total().across_bytes
     sent = Sent.until_now().since(before)
     return {
@@ -123,6 +132,13 @@ def train(run: str) -> dict[str, Any]:
     }
 
 
+def somebody_waited(seconds: list[float]) -> bool:
+    """Whether a step took longer than a second: the same on all ranks, though each has times of its own."""
+    longest = torch.tensor(max(seconds, default=0.0))
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item() > 1.0
+
+
 def main() -> None:
     options = tyro.cli(Options)
     torch.set_num_threads(1)
@@ -133,7 +149,3 @@ def main() -> None:
             time.sleep(0.01)
         (options.folder / f"{run}.{dist.get_rank()}.json").write_text(json.dumps(train(run)))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,8 +16,11 @@ rank = int(os.environ["RANK"])
 print("out", rank, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["WORLD_SIZE"])
 print("err", rank, file=sys.stderr)
 if len(sys.argv) > 1 and rank == 1:
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
     sys.exit(7)
 if len(sys.argv) > 1 and rank == 0:
+    open(sys.argv[1], "w").close()
     time.sleep(600)
 """
 
@@ -48,9 +51,10 @@ def test_every_rank_is_heard(program: str, tmp_path: Path) -> None:
     assert set((tmp_path / "logs/rank-1.log").read_text().splitlines()) == {"out 1 0 1 2", "err 1"}
 
 
-def test_a_rank_that_fails_stops_its_node_and_its_code_is_told(program: str) -> None:
+def test_a_rank_that_fails_stops_its_node_and_its_code_is_told(program: str, tmp_path: Path) -> None:
+    """When the other has started, which says so by a file."""
     with Cluster(nodes=1, ranks_per_node=2) as cluster:
-        result = cluster.run([program, "fail"], timeout_seconds=60)
+        result = cluster.run([program, str(tmp_path / "has_started")], timeout_seconds=60)
     assert result.exit_codes == {0: -15, 1: 7}
     with pytest.raises(JobError, match=r"(?s)rank 0: SIGTERM, rank 1: exit code 7.*--- rank 1\n.*err 1"):
         result.check()
@@ -61,9 +65,9 @@ def test_a_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     endless.write_text("import time\ntime.sleep(600)\n")
     with (
         Cluster(nodes=1, ranks_per_node=1) as cluster,
-        pytest.raises(JobError, match="not done after 6 seconds"),
+        pytest.raises(JobError, match="not done after 3 seconds"),
     ):
-        cluster.run([str(endless)], timeout_seconds=6)
+        cluster.run([str(endless)], timeout_seconds=3)
 
 
 def test_success_is_every_rank_at_zero() -> None:

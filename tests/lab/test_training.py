@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                     (folder / line.removesuffix(" waits")).touch()
 
         job = cluster.run(
-            ["-m", "tests.lab.steps", str(folder), *NAMES, DELAYED, CUT, DOWN],
+            ["-m", "tests.lab", str(folder), *NAMES, DELAYED, CUT, DOWN],
             timeout_seconds=600.0,  # however slow the machine is
             environment={"PYTHONPATH": str(ROOT)},
             on_line=change_links,
@@ -94,7 +94,7 @@ def test_loss_and_delay_change_no_bit(runs: Runs) -> None:
 
 def test_a_link_that_is_down_for_two_seconds_holds_training_up_and_changes_nothing(runs: Runs) -> None:
     good, cut = runs.results["default"][0], runs.results[CUT][0]
-    assert max(cut["seconds"]) > 1.0
+    assert max(cut["seconds"][3:]) > 1.0
     assert cut["losses"][: len(good["losses"])] == good["losses"]
 
 
@@ -102,4 +102,4 @@ def test_a_link_that_stays_down_is_a_clear_error_within_the_timeout(runs: Runs) 
     assert not runs.job.succeeded
     assert all(code != 0 for code in runs.job.exit_codes.values())
     words = "\n".join(line for lines in runs.job.last_lines.values() for line in lines)
-    assert "Timed out waiting 5000ms" in words
+    assert "Timed out waiting 3000ms" in words

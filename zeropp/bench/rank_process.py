@@ -1,7 +1,5 @@
 """A rank of the benchmark: does what the bench process says over a unix socket, which crosses no link.
 
-    python -m zeropp.bench.rank_process SOCKET        (started by torchrun)
-
 One model at a time. Every model gets a process group of its own, so that it starts like a fresh job.
 """
 
@@ -10,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import time
 import traceback
 from datetime import timedelta
@@ -93,6 +90,7 @@ class RankProcess:
     def _drop(self) -> None:
         self.training = None
         gc.collect()
+        gc.freeze()  # what is left are modules: nothing to look through before the next model
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -170,7 +168,3 @@ def main(address: str) -> None:
                 connection.send(process.answer(request))
             except Exception:
                 connection.send(Failure(traceback.format_exc()))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -53,9 +53,7 @@ class Ranks:
     def __enter__(self) -> Self:
         address = str(self._cluster.folder / "socket")
         with Listener(address, family="AF_UNIX", backlog=self._cluster.world_size) as listener:
-            self._job = self._cluster.start(
-                ["-m", "zeropp.bench.rank_process", address], environment=KEEP_MEMORY
-            )
+            self._job = self._cluster.start(["-m", "zeropp.bench", address], environment=KEEP_MEMORY)
             self._connections = self._accept(listener)
         return self
 

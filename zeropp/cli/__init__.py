@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import NamedTuple
 
 from rich.console import Console
 
 from .. import __version__
+from ..quick_import import import_quickly
 from .errors import tell, tell_interrupted
 
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
         return _answer(words)
-    command = import_module(f".{COMMANDS[name].file}", __name__).main
+    command = import_quickly(f"{__name__}.{COMMANDS[name].file}").main
     try:
         return int(command(words[len(name.split()) :]))
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from .job import LINE_PREFIX, Job, JobResult, OnLine
+from .job import LINE_PREFIX, TORCHRUN, Job, JobResult, OnLine
 from .link_properties import parse_delay_us, parse_loss_percent, parse_rate_bit_s
 from .processes import RUN_VARIABLE, folder_of, run_id
 
@@ -222,7 +222,7 @@ class Cluster:
 
     def _torchrun(self, node: int, port: int, folder: Path, program: Sequence[str]) -> list[str]:
         return [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *TORCHRUN,
             *("--nnodes", str(self.nodes), "--node-rank", str(node)),
             *("--nproc-per-node", str(self.ranks_per_node)),
             *("--master-addr", self.address(0), "--master-port", str(port)),

@@ -9,13 +9,13 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ..lab import Cluster, JobError, LabError
+from ..lab.job import TORCHRUN
 from .config import Preset
 from .metrics import FILE_NAME
 
@@ -68,11 +68,10 @@ class LocalRanks:
         return f"{NODES * RANKS_PER_NODE} local ranks that play {NODES} nodes (no lab here: {self.why})"
 
     def run(self, program: Sequence[str], each_second: Callable[[], None]) -> None:
-        torchrun = ("-m", "torch.distributed.run", "--standalone")
         ranks = ("--nproc-per-node", str(NODES * RANKS_PER_NODE))
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         with subprocess.Popen(
-            [sys.executable, *torchrun, *ranks, *program, "--zeropp.node-size", str(RANKS_PER_NODE)],
+            [*TORCHRUN, "--standalone", *ranks, *program, "--zeropp.node-size", str(RANKS_PER_NODE)],
             env=environment,
             stdout=subprocess.DEVNULL,
         ) as job:
