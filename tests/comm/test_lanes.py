@@ -118,6 +118,23 @@ def test_an_error_names_the_unit_and_is_raised_once() -> None:
     assert next_one.wait()
 
 
+def test_after_an_error_no_job_gets_the_buffers_of_another() -> None:
+    lane, log, gate = Lane("gather"), list[str](), threading.Event()
+
+    def fail(_: int) -> Generator[None]:
+        raise KeyError("at once")
+        yield
+
+    first = lane.run("a", partial(logged, log, gate, "a"))
+    failed, third = lane.run("b", fail), lane.run("c", partial(logged, log, gate, "c"))
+    gate.set()
+    with pytest.raises(KeyError):
+        failed.wait()
+    assert first.wait()
+    assert third.wait()
+    assert log.index("a ends") < log.index("c starts in slot 0")
+
+
 def test_a_thread_lives_as_long_as_there_is_work() -> None:
     lane = Lane("gather")
     for _ in range(3):

@@ -30,7 +30,7 @@ exit. After an error on the way the thread is a daemon: it holds nobody up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from functools import cache
 from threading import Event, Lock, Thread
@@ -63,11 +63,12 @@ def tag_of(unit: str, chunk: int = 0) -> int:
 class LaneWork(dist.Work):
     """A job of a lane; FSDP2 waits for it as for any collective."""
 
-    def __init__(self, direction: Direction, unit: str, work: Generator[None], reads_first: bool) -> None:
+    def __init__(self, direction: Direction, unit: str, job: Job, slot: int, reads_first: bool) -> None:
         super().__init__()
         self._direction: Direction = direction
-        self.unit = unit
-        self._rest: Generator[None] | None = work
+        self._unit = unit
+        self._slot = slot
+        self._rest: Generator[None] | None = job(slot)
         self._reads_first = reads_first
         self._read = Event()
         self._is_inference = torch.is_inference_mode_enabled()
@@ -94,25 +95,31 @@ class LaneWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until it is done. An error in it is raised here, once."""
-        with labelled(str(Label(COLLECTIVE[self._direction], "wait", self.unit))):
-            self._done.wait()
+        self._wait_for(self._done)
         error, self._error = self._error, None
         if error is not None:
-            where = f"{self._direction} of unit '{self.unit}'"
+            where = f"{self._direction} of unit '{self._unit}'"
             error.add_note(f"in the {where}, beside the training thread")
             raise error
         return True
 
     def wait_until_read(self) -> None:
-        """Until nobody needs what the job was given to send."""
-        with labelled(str(Label(COLLECTIVE[self._direction], "wait", self.unit))):
-            self._read.wait()
+        """Until the job needs what it was given to send no more."""
+        self._wait_for(self._read)
+
+    def _wait_for(self, event: Event) -> None:
+        with labelled(str(Label(COLLECTIVE[self._direction], "wait", self._unit))):
+            event.wait()
 
     def is_read(self) -> bool:
         return self._read.is_set()
 
     def is_completed(self) -> bool:
         return self._done.is_set()
+
+    def may_run_beside(self, other: LaneWork) -> bool:
+        """Whether the two have buffers and messages of their own."""
+        return self._slot != other._slot and tag_of(self._unit) != tag_of(other._unit)
 
 
 class Lane:
@@ -130,7 +137,7 @@ class Lane:
         """Have `job` done after all that was given before. reads_first: before it yields for the first time,
         it has read all that it sends, and needs it no more."""
         with self._lock:
-            work = LaneWork(self._direction, unit, job(self._count % MOST_JOBS), reads_first)
+            work = LaneWork(self._direction, unit, job, self._count % MOST_JOBS, reads_first)
             self._count += 1
             self._given.append(work)
             if not self._has_thread:
@@ -143,7 +150,7 @@ class Lane:
         at_work: deque[LaneWork] = deque()
         while True:
             with self._lock:
-                if self._given and self._may_start(self._given[0], at_work):
+                if self._given and all(map(self._given[0].may_run_beside, at_work)):
                     at_work.append(self._given.popleft())
                     work = at_work[-1]
                 elif at_work:
@@ -154,10 +161,6 @@ class Lane:
             work.advance()
             if work.is_completed():
                 at_work.remove(work)
-
-    @staticmethod
-    def _may_start(work: LaneWork, at_work: Collection[LaneWork]) -> bool:
-        return len(at_work) < MOST_JOBS and all(tag_of(work.unit) != tag_of(other.unit) for other in at_work)
 
 
 @cache  # one for all models of the process: they share process groups

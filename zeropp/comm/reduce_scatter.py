@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypedDict
 from zlib import crc32
@@ -42,9 +41,9 @@ from ..topology import Hop, HopName
 from .capture import refuse_capture
 from .feedback import Feedback
 from .lanes import Job, lane
-from .layout import HopCodec, Leg, ReduceChunk, ReduceLayouts, reduce_chunks
+from .layout import HopCodec, Leg, ReduceLayouts, reduce_chunks
 from .pipeline import finish, pipelined
-from .reduction import Gradients, Overlapping, is_last_operation, scale_of
+from .reduction import Chunk, Gradients, Overlapping, is_last_operation, scale_of
 from .ring import reduce_scatter_bf16
 from .wire import Wire
 
@@ -66,36 +65,6 @@ class NoiseArguments(TypedDict):
 
     seed: int
     offset: int
-
-
-@dataclass
-class Chunk:
-    """Some columns of one reduction, [Note: Chunks] in chunks.py."""
-
-    layout: ReduceChunk
-    rows: Tensor | None
-    """The full gradients [W, S], until they are encoded: then their memory may go."""
-    out: Tensor
-    """The reduced shard [1, S]."""
-    pending: Tensor | None
-    """The node slice [N, S] to add to; see [Note: Accumulation]."""
-    factor: float
-    """What the sum over all ranks is multiplied by."""
-    group: ProcessGroup
-    goes_across: bool
-    """False: only as far as the node slice."""
-    slot: int
-    """For buffers: see `Job` in lanes.py."""
-
-    @property
-    def key(self) -> str:
-        """Of buffers that no other chunk uses meanwhile."""
-        return f"{self.slot}.{self.layout.number}"
-
-    def take_rows(self) -> Tensor:
-        rows, self.rows = self.rows, None
-        assert rows is not None
-        return rows
 
 
 class ReduceScatter:
@@ -321,16 +290,13 @@ class ReduceScatter:
     def _reduce_at_once(self, chunk: Chunk) -> Generator[None]:
         """The only hop: rows -> out."""
         (leg,) = chunk.layout.legs
-        noise = self._noise(chunk, leg.hop.name)
-        received = yield from self._exchange(
-            chunk, leg, partial(leg.on_wire.encode, chunk.take_rows(), **noise)
-        )
+        received = yield from self._send_rows(chunk, leg)
         self._decode_sum(leg.on_wire, received, chunk.out, chunk.factor)
 
     def _reduce_by_recoding(self, chunk: Chunk) -> Generator[None]:
         """rows -> node slice -> out, where the node slice is decoded, summed and encoded in one pass."""
         first, last = chunk.layout.legs
-        arrived = yield from self._send_in_node(chunk, first)
+        arrived = yield from self._send_rows(chunk, first)
 
         def recode(sent: Tensor) -> None:
             noise = self._noise(chunk, last.hop.name)
@@ -353,7 +319,7 @@ class ReduceScatter:
             )
             sums.zero_() if pending is None else sums.copy_(pending)
         for leg in before:
-            arrived = yield from self._send_in_node(chunk, leg)
+            arrived = yield from self._send_rows(chunk, leg)
             self._decode_sum(leg.in_sums, arrived, sums, chunk.factor, accumulate=True)
         if not before:  # one rank a node: its own gradients are the node slice
             sums.add_(chunk.take_rows(), alpha=chunk.factor)
@@ -372,14 +338,11 @@ class ReduceScatter:
         received = yield from self._exchange(chunk, last, encode, "recode")
         self._decode_sum(last.on_wire, received, chunk.out, 1.0)
 
-    def _send_in_node(self, chunk: Chunk, leg: Leg) -> Generator[None, None, Tensor]:
-        """The first of two hops: what arrived [n, N, E1]."""
+    def _send_rows(self, chunk: Chunk, leg: Leg) -> Generator[None, None, Tensor]:
+        """The first hop: what arrived, [n, N, E1] if it is the first of two."""
         noise = self._noise(chunk, leg.hop.name)
-        return (
-            yield from self._exchange(
-                chunk, leg, partial(leg.on_wire.encode, chunk.take_rows(), order=self._row_order, **noise)
-            )
-        )
+        encode = partial(leg.on_wire.encode, chunk.take_rows(), order=self._row_order, **noise)
+        return self._exchange(chunk, leg, encode)
 
     def _exchange(
         self, chunk: Chunk, leg: Leg, fill: Callable[[Tensor], None], what: str = "encode"

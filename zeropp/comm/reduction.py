@@ -1,12 +1,46 @@
-"""What a reduction hears from outside: FSDP2's operation, what became of `.grad`, whether it may be late."""
+"""What a reduction is given, and what it hears from outside: FSDP2's operation, what became of `.grad`,
+whether it may be late."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
+
+from .layout import ReduceChunk
+
+
+@dataclass
+class Chunk:
+    """Some columns of one reduction, [Note: Chunks] in chunks.py."""
+
+    layout: ReduceChunk
+    rows: Tensor | None
+    """The full gradients [W, S], until they are encoded: then their memory may go."""
+    out: Tensor
+    """The reduced shard [1, S]."""
+    pending: Tensor | None
+    """The node slice [N, S] to add to; see [Note: Accumulation]."""
+    factor: float
+    """What the sum over all ranks is multiplied by."""
+    group: ProcessGroup
+    goes_across: bool
+    """False: only as far as the node slice."""
+    slot: int
+    """For buffers: see `Job` in lanes.py."""
+
+    @property
+    def key(self) -> str:
+        """Of buffers that no other chunk uses meanwhile."""
+        return f"{self.slot}.{self.layout.number}"
+
+    def take_rows(self) -> Tensor:
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        return rows
 
 
 class Gradients(Protocol):

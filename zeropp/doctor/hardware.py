@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..comm import Ledger, Scratch, Wire
+from ..comm.pipeline import finish
 from ..comm.ring import reduce_scatter_bf16
 from ..config import CodecName, Config
 from ..models.gpt import GPT, GPTConfig
@@ -219,7 +220,10 @@ def _prepare_ring(
     rows = torch.zeros(hop.size, wanted // (hop.size - 1) // 2, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(rows[:1])
     op, chunks = dist.ReduceOp.SUM, Config.chunks
-    run = partial(reduce_scatter_bf16, wire, hop, rows, out, _world(), op, factor=1.0, chunks=chunks)
+
+    def run() -> None:
+        finish(reduce_scatter_bf16(wire, hop, rows, out, _world(), op, factor=1.0, chunks=chunks, slot=0))
+
     return run, (hop.size - 1) * out.nbytes
 
 
