@@ -35,6 +35,7 @@ def test_a_phase_hides_only_what_is_sent_in_it(results: Results) -> None:
     """Here in forward, 90 ms of 100 are computed in backward, and the optimizer has the rest."""
     default = replace(cell(results, "default", 1), bytes_shares=[1.0, 0.0, 0.0])
     results.compute_shares[1] = [0.06, 0.9, 0.04]
+    assert results.limit_ms(replace(default, cores_ms=1234.5)) == 1234.5
     last = 6 / results.workload.layers
     assert results.limit_ms(default) == pytest.approx(77 + last + 90 + 4)
     everywhere = replace(default, bytes_shares=[0.5, 0.5, 0.0])

@@ -107,19 +107,20 @@ class Results:
         beside each other as far as they can be: see `_phase_limit_ms`.
 
         A phase can hide only what is sent in it: weights that a forward needs come after the optimizer's
-        step, and gradients before it.
+        step, and gradients before it. And what encodes and sends takes its time from the same cores.
         """
         compute_ms = self.compute_median_ms(cell.micro_batches)
         wire_ms = cell.busiest_bytes * 8e3 / self.link_bit_s
         if not find_strategy(cell.strategy).overlaps:
-            return compute_ms + wire_ms
+            return max(compute_ms + wire_ms, cell.cores_ms)
         computed, sent = self.compute_shares.get(cell.micro_batches), cell.bytes_shares
         if not computed or not sent:  # a file from before phases were told apart
-            return self._phase_limit_ms(compute_ms, wire_ms)
-        return sum(
+            computed, sent = [1.0], [1.0]
+        phases_ms = (
             self._phase_limit_ms(compute_ms * compute, wire_ms * wire)
             for compute, wire in zip(computed, sent, strict=True)
         )
+        return max(sum(phases_ms), cell.cores_ms)
 
     def _phase_limit_ms(self, compute_ms: float, wire_ms: float) -> float:
         """In forward nothing computes before the weights of the root and of the first block are there, and

@@ -25,12 +25,13 @@ COLUMNS = (
 )
 EXPLANATION = (
     "step: median ± half the interquartile range. vs baseline: throughput. limit: compute + wire bytes / "
-    "line rate, or, overlapped, the longer of the two plus what cannot be hidden. cores: CPU time of all "
-    "ranks / cores of this machine, another lower bound. bytes: sent per node, parameter and step, from the "
-    "interface counters; ledger: what zeropp counted. loss: of a longer run on the same data. peak: resident "
-    "memory of a rank over its start; of which model state (weights, gradients, optimizer) and communication "
-    "state. fp32 lines are as gloo sends them: its reduce-scatter takes twice the bytes of a ring. * best of "
-    "its column. Parts of overlapped lines run beside compute: of them only wait takes time from the step"
+    "line rate, or, overlapped, in each phase the longer of the two plus what cannot be hidden; at least "
+    "cores: the CPU time of all ranks / cores of this machine. bytes: sent per node, parameter and step, "
+    "from the interface counters; ledger: what zeropp counted. loss: of a longer run on the same data. "
+    "peak: resident memory of a rank over its start; of which model state (weights, gradients, optimizer)"
+    " and communication state. fp32 lines are as gloo sends them: its reduce-scatter takes twice the "
+    "bytes of a ring. * best of its column. Parts of overlapped lines run beside compute: of them only "
+    "wait takes time from the step"
 )
 
 
