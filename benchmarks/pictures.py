@@ -89,13 +89,15 @@ def bench(results: Results) -> str:
         where = f"{count} micro-batch{'es' if count > 1 else ''} per step"
         steps = replace(step_chart(results, count), title=f"Time of a step, {where}")
         rows.append([steps, replace(bytes_chart(results, count), title=f"Bytes across nodes, {where}")])
+    title, *but = headline(results).split("; ")
     note = f"{results.describe().split(' (')[0]}; red: what no step can beat; {MACHINE}"
-    return picture(headline(results), note, rows)
+    return picture(title, "\n".join([*but, note]), rows)
 
 
 def picture(title: str, note: str, rows: Sequence[Sequence[Chart]]) -> str:
-    """Rows of charts, in a file of their own."""
-    drawn, top = [], 62.0
+    """Rows of charts, in a file of their own, under a title and a note of some lines."""
+    lines = note.splitlines()
+    drawn, top = [], 44.0 + 18 * len(lines)
     for row in rows:
         width = (WIDTH - 2 * MARGIN - GAP * (len(row) - 1)) / len(row)
         drawn += [
@@ -103,7 +105,8 @@ def picture(title: str, note: str, rows: Sequence[Sequence[Chart]]) -> str:
         ]
         top += max(_head(chart) + chart.height for chart in row) + 18
     head = f'<text x="{MARGIN}" y="28" style="font-size: 15px; font-weight: 700">{escape(title)}</text>'
-    head += f'<text class="soft" x="{MARGIN}" y="48">{escape(note)}</text>'
+    for number, line in enumerate(lines):
+        head += f'<text class="soft" x="{MARGIN}" y="{48 + 18 * number}">{escape(line)}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top:.0f}" '
         f'viewBox="0 0 {WIDTH} {top:.0f}" role="img" aria-label="{escape(title)}">'
