@@ -157,9 +157,10 @@ class _FakeStep:
         shards = nbytes_of(self._parameters)
         gradients = nbytes_of(p.grad for p in self._parameters if p.grad is not None)
         node_shards, gathered = self._zpp.node_shard_bytes, self._storages.resized_bytes
-        communication = self._zpp.communication_bytes - node_shards + self._second_buffers()
+        second = self._second_buffers()
+        communication = self._zpp.communication_bytes - node_shards + second
         named = shards + gradients + self._state_bytes + node_shards + gathered + communication
-        activations = self._storages.nbytes + self._second_buffers() - named
+        activations = self._storages.nbytes + second - named
         return MemoryEstimate(
             shards, self._state_bytes, gradients, node_shards, gathered, communication, activations
         )
