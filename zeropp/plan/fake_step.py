@@ -157,19 +157,12 @@ class _FakeStep:
         shards = nbytes_of(self._parameters)
         gradients = nbytes_of(p.grad for p in self._parameters if p.grad is not None)
         node_shards, gathered = self._zpp.node_shard_bytes, self._storages.resized_bytes
-        second = self._second_buffers()
-        communication = self._zpp.communication_bytes - node_shards + second
+        communication = self._zpp.communication_bytes - node_shards
         named = shards + gradients + self._state_bytes + node_shards + gathered + communication
-        activations = self._storages.nbytes + second - named
+        activations = self._storages.nbytes - named
         return MemoryEstimate(
             shards, self._state_bytes, gradients, node_shards, gathered, communication, activations
         )
-
-    def _second_buffers(self) -> int:
-        """Where hops run beside computing, those of two units are on the way at a time: comm/lanes.py."""
-        if not self._strategy.overlaps:
-            return 0
-        return self._zpp.communication_bytes - sum(comms.keeps().total for comms in self._zpp.unit_comms)
 
 
 def _shard(model: nn.Module, blocks: nn.ModuleList, scenario: Scenario, options: dict[str, Any]) -> None:
