@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import zeropp
 from zeropp.bench.workload import Workload, loss_of
+from zeropp.models.gpt import GPT
 from zeropp.models.sharding import shard_blocks
 from zeropp.plan.models import Model
 from zeropp.plan.scenario import Scenario
@@ -49,7 +50,7 @@ class Case:
 
 def ledger_of_second_step(case: Case) -> dict[tuple[str, str, str], tuple[int, int, int]]:
     """By unit, collective and hop: calls, wire bytes, bytes across."""
-    step, zpp = _prepare(case)
+    step, zpp, _ = _prepare(case)
     step()
     zpp.ledger.reset()
     step()
@@ -62,7 +63,7 @@ def ledger_of_second_step(case: Case) -> dict[tuple[str, str, str], tuple[int, i
 def peak_of_second_step(case: Case) -> int:
     """Bytes that torch's CPU allocator had given out when they were most, from the profiler's records."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step, _ = _prepare(case)
+        step, *_ = _prepare(case)  # in one thread: the profiler records memory of one
         step()
         with record_function(SECOND_STEP):
             step()
@@ -79,7 +80,18 @@ def peak_of_second_step(case: Case) -> int:
     return peak
 
 
-def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
+def communication_bytes(case: Case) -> tuple[int, int]:
+    """Of a second step that overlaps: after it, and the most that is seen in the backward of every block."""
+    step, zpp, model = _prepare(case, overlap=True)
+    step()
+    seen: list[int] = []
+    for block in model.blocks:
+        block.register_full_backward_pre_hook(lambda *_: seen.append(zpp.communication_bytes))
+    step()
+    return zpp.communication_bytes, max(seen)
+
+
+def _prepare(case: Case, overlap: bool = False) -> tuple[Callable[[], None], zeropp.ZeroPP, GPT]:
     strategy, workload = case.strategy, case.workload
     torch.manual_seed(0)
     model = workload.build_model()
@@ -90,8 +102,7 @@ def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
             model.blocks[position] = checkpoint_wrapper(block)
     shard_blocks(model, model.blocks, **options)
     config = zeropp.Config.off() if strategy.config is None else strategy.config
-    # In one thread, because the profiler records memory of one.
-    zpp = zeropp.apply(model, replace(config, node_size=case.ranks_per_node, overlap=False))
+    zpp = zeropp.apply(model, replace(config, node_size=case.ranks_per_node, overlap=overlap))
     set_sync = strategy.sync_switch(model, zpp)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -103,4 +114,4 @@ def _prepare(case: Case) -> tuple[Callable[[], None], zeropp.ZeroPP]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, zpp
+    return step, zpp, model

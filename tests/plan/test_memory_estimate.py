@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.plan.real import Case, peak_of_second_step
+from tests.plan.real import Case, communication_bytes, peak_of_second_step
 from tests.ranks import Ranks
 from zeropp.bench.workload import Workload
+from zeropp.plan.catalog import find_hardware
 from zeropp.plan.dry_run import dry_run
 from zeropp.plan.memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
 from zeropp.strategies import find_strategy
@@ -28,6 +29,23 @@ def test_peak_is_that_of_a_real_run(ranks: Ranks, case: Case) -> None:
     estimate = dry_run(case.scenario(), case.strategy).memory
     measured = max(ranks.run(peak_of_second_step, case))
     assert estimate.peak == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["default", "four-bit", "wire16-accumulate"])
+def test_lanes_hold_what_two_jobs_need(ranks: Ranks, name: str) -> None:
+    """On hardware with streams they are not there, and nothing is added."""
+    case = Case(find_strategy(name), WIDE)
+    trace = dry_run(case.scenario(), case.strategy)
+    with_streams = find_hardware("a100-100g")
+    assert with_streams.memory_of(trace) == trace.memory
+    memory = with_streams.changed(overlap=False).memory_of(trace)
+    estimate = memory.communication + memory.node_shards
+    full = nbytes_of(WIDE.build_model().blocks[0].parameters())
+    on_the_way = 3 * full // 4  # two reductions at work and one that waits, on one of four ranks
+    for after, most in ranks.run(communication_bytes, case):
+        assert after <= estimate - on_the_way < 1.15 * after  # some buffers are not needed twice
+        assert after < most <= estimate + full  # which are activations in the estimate
+    assert trace.memory.communication + trace.memory.node_shards < 0.8 * estimate
 
 
 def test_storages_count_once_and_until_they_are_gone() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from zeropp.plan.catalog import CATALOG, find_hardware
 from zeropp.plan.hardware import Hardware
-from zeropp.plan.timeline import KINDS, Timeline, simulate
-from zeropp.plan.trace import Compute, Event, Gather, Reduce, Trace
+from zeropp.plan.timeline import KINDS, Op, Timeline, simulate
+from zeropp.plan.trace import Compute, Event, Gather, Reduce, Trace, TracedHop
 
 from .samples import flat_trace, hop, make_trace, two_hop_trace
 
@@ -26,12 +26,18 @@ hardware = st.builds(
     overlap=st.booleans(),
     host_ns_per_byte=st.sampled_from([0.0, 0.5]),
 )
-traces = st.one_of(
-    st.builds(flat_trace, units=st.integers(1, 5), micro_batches=st.integers(1, 3)),
-    st.builds(
-        two_hop_trace, units=st.integers(1, 5), micro_batches=st.integers(1, 3), chunks=st.integers(1, 4)
+traces = st.builds(
+    replace,
+    st.one_of(
+        st.builds(flat_trace, units=st.integers(1, 5), micro_batches=st.integers(1, 3)),
+        st.builds(
+            two_hop_trace, units=st.integers(1, 5), micro_batches=st.integers(1, 3), chunks=st.integers(1, 4)
+        ),
     ),
+    overlaps=st.booleans(),
 )
+LANES_ONLY = NO_LATENCY.changed(overlap=False)
+"""A machine on which only traces with `overlaps` send while they compute."""
 
 
 def seconds(trace: Trace, machine: Hardware) -> float:
@@ -120,6 +126,30 @@ def test_a_reduction_waits_for_the_one_before_and_holds_up_compute() -> None:
     ends = {op.name: op for op in timeline.ops if op.kind != "wait"}
     assert ends["backward a"].start == pytest.approx(ends["flat reduce c, chunk 1/1"].end)
     assert ends["backward b"].start == pytest.approx(ends["backward c"].end)
+
+
+def _reductions(*hops: TracedHop) -> dict[str, Op]:
+    """Backward of three units with lanes; its operations."""
+    events: list[Event] = []
+    for name in ("c", "b", "a"):
+        events += [Compute(name, "backward", 10**12, 0), Reduce(name, hops)]
+    timeline = simulate(replace(flat_trace(), events=tuple(events), overlaps=True), LANES_ONLY)
+    return {op.name: op for op in timeline.ops if op.kind != "wait" and not op.beside}
+
+
+def test_with_lanes_compute_waits_until_gradients_are_encoded() -> None:
+    ops = _reductions(hop("across", "all_to_all", 1 << 30, coded=1 << 28, codec="int4"))
+    assert ops["backward a"].start < ops["across reduce c, chunk 1/1"].end
+    assert ops["backward a"].start >= ops["encode reduce c, chunk 1/1"].end
+    # Two at work: the next one is encoded meanwhile, and follows on the link at once.
+    assert ops["encode reduce b, chunk 1/1"].end < ops["across reduce c, chunk 1/1"].end
+    assert ops["across reduce b, chunk 1/1"].start == ops["across reduce c, chunk 1/1"].end
+    assert ops["encode reduce a, chunk 1/1"].start >= ops["decode reduce c, chunk 1/1"].end
+
+
+def test_with_lanes_compute_waits_for_the_end_of_a_ring() -> None:
+    ops = _reductions(hop("flat", "reduce_scatter", 1 << 30))
+    assert ops["backward a"].start == pytest.approx(ops["flat reduce c, chunk 1/1"].end)
 
 
 def test_forward_keeps_two_gathers_in_flight() -> None:

@@ -53,7 +53,7 @@ class DeepSpeedTraining:
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate)
+        self._optimizer = workload.make_optimizer(model)
         self._initialize, self._model, self.engine = deepspeed.initialize, model, None
         self.data = Data(workload, dist.get_rank())
         self.phases: list[Phase] = []  # its limit needs none: on a CPU it does not overlap

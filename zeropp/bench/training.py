@@ -52,7 +52,7 @@ class FsdpTraining:
             self.zpp = apply(self.model, "auto" if strategy.is_auto else strategy.config)
         if strategy.engine == "compute":
             send_nothing(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.learning_rate)
+        self.optimizer = workload.make_optimizer(self.model)
         self.data = Data(workload, dist.get_rank())
         self.phases: list[Phase] = []
 

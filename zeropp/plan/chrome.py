@@ -9,7 +9,7 @@ from typing import Any
 from ..output_files import write_file
 from .timeline import Timeline
 
-LANES = ("compute", "gather", "reduce", "all-reduce", "in-node link", "across link")
+LANES = ("compute", "gather", "gather 2", "reduce", "reduce 2", "all-reduce", "in-node link", "across link")
 """Resources, in the order in which they are shown."""
 
 

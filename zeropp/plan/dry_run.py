@@ -30,15 +30,15 @@ def dry_run(scenario: Scenario, strategy: Strategy, *, full: bool = False) -> Tr
     """
     short = replace(scenario, micro_batches=min(scenario.micro_batches, RECORDED_MICRO_BATCHES))
     if full:
-        return _trace(scenario, strategy, *_as_recorded(record_step(scenario, strategy)))
+        return _as_recorded(scenario, strategy, record_step(scenario, strategy))
     few = record_step(short, strategy, layers=RECORDED)
     if few.layers > RECORDED:
         one_more = record_step(short, strategy, layers=RECORDED + 1)
         if few.are_alike and _next_follows(few, one_more):
-            return _trace(scenario, strategy, *_multiplied(few, one_more))
+            return _multiplied(scenario, strategy, few, one_more)
         logger.warning("zeropp: the layers of %s differ, so all of them are run", scenario.model.name)
         few = record_step(short, strategy)
-    return _trace(scenario, strategy, *_as_recorded(few))
+    return _as_recorded(scenario, strategy, few)
 
 
 def _next_follows(few: Recording, one_more: Recording) -> bool:
@@ -49,20 +49,20 @@ def _next_follows(few: Recording, one_more: Recording) -> bool:
     )
 
 
-def _as_recorded(recording: Recording) -> tuple[list[list[Event]], list[MemoryEstimate], int]:
+def _as_recorded(scenario: Scenario, strategy: Strategy, recording: Recording) -> Trace:
     events = [[event for event, _ in part] for part in recording.parts]
     memory = [memory for part in recording.parts for _, memory in part]
-    return events, memory, recording.parameters
+    return _trace(scenario, strategy, events, memory, recording.parameters, recording.lanes_bytes)
 
 
-def _multiplied(few: Recording, one_more: Recording) -> tuple[list[list[Event]], list[MemoryEstimate], int]:
-    """Events, memory and parameters of a model with all its layers."""
+def _multiplied(scenario: Scenario, strategy: Strategy, few: Recording, one_more: Recording) -> Trace:
+    """The trace of a model with all its layers. What lanes hold does not grow with them."""
     name, missing = few.layers_name, few.layers - RECORDED
     pairs = list(zip(few.parts, one_more.parts, strict=True))
     events = [repeated(part, name, missing) for part, _ in pairs]
     memory = chain.from_iterable(grown(part, longer, name, missing) for part, longer in pairs)
     parameters = few.parameters + missing * (one_more.parameters - few.parameters)
-    return events, list(memory), parameters
+    return _trace(scenario, strategy, events, list(memory), parameters, few.lanes_bytes)
 
 
 def _trace(
@@ -71,6 +71,7 @@ def _trace(
     parts: list[list[Event]],
     memory: list[MemoryEstimate],
     parameters: int,
+    lanes_bytes: int,
 ) -> Trace:
     *micro_batches, optimizer = parts
     missing = scenario.micro_batches - len(micro_batches)
@@ -86,4 +87,5 @@ def _trace(
         tokens=scenario.tokens,
         memory=max(memory, key=lambda moment: moment.peak),
         overlaps=strategy.overlaps,
+        lanes_bytes=lanes_bytes,
     )

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .. import Config, apply
+from ..comm.lanes import MOST_JOBS
 from ..models.sharding import shard_blocks
 from ..strategies import Strategy
 from .memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
@@ -54,6 +55,8 @@ class Recording:
     """How many the whole model has."""
     are_alike: bool
     """Whether all layers of the whole model do the same."""
+    lanes_bytes: int
+    """What comes on top of this memory if lanes send; see [Note: Memory of what is late] in overlap.py."""
 
 
 def record_step(scenario: Scenario, strategy: Strategy, layers: int | None = None) -> Recording:
@@ -111,8 +114,22 @@ class _FakeStep:
             states = [state for o in self._optimizers.values() for state in o.state.values()]
             self._state_bytes = nbytes_of(value for state in states for value in state.values())
             parts = self._step(self._scenario.micro_batches)
-        parameters = sum(p.numel() for p in self._parameters)
-        return Recording(parts, parameters, self._layers_name, self._layers, self._are_alike)
+        return Recording(
+            parts,
+            sum(p.numel() for p in self._parameters),
+            self._layers_name,
+            self._layers,
+            self._are_alike,
+            self._lanes_bytes(),
+        )
+
+    def _lanes_bytes(self) -> int:
+        """Buffers of the hops, once more for each further job of a lane, and what the jobs and the one that
+        waits for them reduce to."""
+        all_comms = self._zpp.unit_comms
+        buffers = self._zpp.communication_bytes - sum(comms.keeps().total for comms in all_comms)
+        reduced = max(nbytes_of(comms.unit.params) for comms in all_comms)
+        return (MOST_JOBS - 1) * buffers + (MOST_JOBS + 1) * reduced
 
     def _watch(self) -> None:
         for comms in self._zpp.unit_comms:

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from ..output_files import write_file
-from .trace import Compute, TracedHop
+from .memory_estimate import MemoryEstimate
+from .trace import Compute, Trace, TracedHop
 
 CODEC_BYTES = {"none": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes of an encoded element, for codecs whose speed is not known: they run at the rate of the memory."""
@@ -125,6 +126,19 @@ class Hardware:
                 f"--{name.replace('_', '-')}, or run zeropp doctor on nodes that have such a link"
             )
         return value
+
+    def has_lanes(self, trace: Trace) -> bool:
+        """Whether zeropp's own threads send, because there are no streams."""
+        return trace.overlaps and not self.overlap
+
+    def memory_of(self, trace: Trace) -> MemoryEstimate:
+        """What the trace needs on this hardware."""
+        if not self.has_lanes(trace):
+            return trace.memory
+        return replace(trace.memory, communication=trace.memory.communication + trace.lanes_bytes)
+
+    def has_room_for(self, trace: Trace) -> bool:
+        return self.memory_of(trace).peak <= self.memory_gib * 2**30
 
     def compute_seconds(self, work: Compute) -> float:
         products = work.flops / (self.peak_tflops * 1e12 * self.compute_share)

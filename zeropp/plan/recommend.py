@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..strategies import DEFAULT, STRATEGIES, Strategy
 from ..wording import size
 from .hardware import Hardware
+from .memory_estimate import MemoryEstimate
 from .snippet import snippet
 from .timeline import Kind, Timeline, simulate
 from .trace import Trace
@@ -62,6 +63,7 @@ class PlannedStrategy:
 
     strategy: Strategy
     timeline: Timeline
+    memory: MemoryEstimate
     fits: bool
 
     @property
@@ -70,7 +72,7 @@ class PlannedStrategy:
 
     @property
     def peak_gib(self) -> float:
-        return self.timeline.trace.memory.peak / GIB
+        return self.memory.peak / GIB
 
     @property
     def sent_bytes(self) -> float:
@@ -82,7 +84,9 @@ class PlannedStrategy:
 def rank(traces: Mapping[Strategy, Trace], hardware: Hardware) -> list[PlannedStrategy]:
     """Every strategy laid out on `hardware`, fastest first; those that do not fit come last."""
     planned = [
-        PlannedStrategy(strategy, simulate(trace, hardware), trace.memory.peak <= hardware.memory_gib * GIB)
+        PlannedStrategy(
+            strategy, simulate(trace, hardware), hardware.memory_of(trace), fits=hardware.has_room_for(trace)
+        )
         for strategy, trace in traces.items()
     ]
     return sorted(planned, key=lambda one: (not one.fits, one.step_seconds))
@@ -177,7 +181,7 @@ def _larger_batches(
 ) -> list[str]:
     for times in (2, 4, 8, 16):
         traces = [larger_batch(strategy, times) for strategy in (plain, best)]
-        if any(trace.memory.peak > hardware.memory_gib * GIB for trace in traces):
+        if not all(map(hardware.has_room_for, traces)):
             return [f"{times} times the micro-batch does not fit; up to there the answer is the same."]
         first, second = (simulate(trace, hardware).step_seconds for trace in traces)
         if first <= AS_FAST * second:

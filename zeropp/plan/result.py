@@ -53,6 +53,6 @@ def _as_dict(planned: PlannedStrategy) -> dict[str, Any]:
         "parameters": trace.parameters,
         "wire_bytes": sum(hop.wire_bytes for hop in trace.hops()),
         "across_bytes": sum(hop.across_bytes for hop in trace.hops()),
-        "memory_bytes": {**asdict(trace.memory), "peak": trace.memory.peak},
+        "memory_bytes": {**asdict(planned.memory), "peak": planned.memory.peak},
         "fits": planned.fits,
     }

@@ -15,14 +15,22 @@ less compute can never make a step longer, and nothing has to be searched.
 - HSDP's all-reduce follows the reduction on a stream of its own; nothing waits for it but the end.
 - When backward ends, and before the optimizer, everything waits for everything.
 Without overlap (see hardware.py), all of this happens in one thread, in order.
+
+[Note: Schedule of lanes] (comm/lanes.py, overlap.py)
+On a CPU zeropp has lanes in the place of streams. Gathers start when FSDP2's would, and what differs is:
+- A lane has two collectives at work. While one waits for the wire, the next one is encoded.
+- Before the next reduction starts, compute waits until the one before has encoded its gradients. (Not if it
+  is a ring, which sums them up to the end.)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..comm.lanes import MOST_JOBS, Direction
 from ..comm.pipeline import finish, pipelined
 from .hardware import Hardware
 from .trace import Compute, Event, Gather, Phase, Reduce, Trace, TracedHop
@@ -152,8 +160,12 @@ class _Builder:
     """For each gather that was used, the operation that waited for it."""
     _in_flight: str | None = None
     """Unit of the gather that was started last."""
-    _reduced: int | None = None
-    """Last operation of the last reduction."""
+    _gradients_free: int | None = None
+    """Operation after which the gradients of the last reduction may go."""
+    _encoded: int | None = None
+    """Last operation before the last chunk of a collective goes on the wire."""
+    _started: Counter[Direction] = field(default_factory=Counter)
+    """Collectives of each lane."""
     _phase: Phase = "forward"
 
     def add_event(self, event: Event, phase: Phase) -> None:
@@ -176,28 +188,36 @@ class _Builder:
             if self._in_flight is not None:
                 self._use(self._in_flight)
             ready = self._copied_out[-1:]
-        stream = "gather" if self._overlaps else "compute"
+        stream = self._stream("gather")
         self._wait(stream, ready)
         end = self._collective(f"gather {gather.unit}", gather.hops, stream)
         self._units[gather.unit] = _Unit(end, used=False)
         self._in_flight = gather.unit
 
     def _reduce(self, reduce: Reduce) -> None:
-        stream = "reduce" if self._overlaps else "compute"
-        if self._reduced is not None:
-            self._wait("compute", [self._reduced])
+        stream = self._stream("reduce")
+        if self._gradients_free is not None:
+            self._wait("compute", [self._gradients_free])
         scattered = tuple(hop for hop in reduce.hops if hop.pattern != "all_reduce")
         replicated = tuple(hop for hop in reduce.hops if hop.pattern == "all_reduce")
         self._wait(stream, self._latest("compute"))
-        self._reduced = self._collective(f"reduce {reduce.unit}", scattered, stream)
+        end = self._collective(f"reduce {reduce.unit}", scattered, stream)
+        is_read_early = self.hardware.has_lanes(self.trace) and any(
+            hop.pattern == "all_to_all" for hop in scattered
+        )
+        self._gradients_free = self._encoded if is_read_early else end
         if replicated:
-            stream = "all-reduce" if self._overlaps else "compute"
-            self._wait(stream, [self._reduced])
+            stream = "compute" if stream == "compute" else "all-reduce"
+            self._wait(stream, [end])
             self._collective(f"reduce {reduce.unit}", replicated, stream)
 
-    @property
-    def _overlaps(self) -> bool:
-        return self.hardware.overlap or self.trace.overlaps
+    def _stream(self, direction: Direction) -> str:
+        """What the next collective runs on."""
+        if not self.hardware.has_lanes(self.trace):
+            return direction if self.hardware.overlap else "compute"
+        place = self._started[direction] % MOST_JOBS
+        self._started[direction] += 1
+        return f"{direction} {place + 1}" if place else direction
 
     def _use(self, unit: str) -> None:
         """Compute waits for the unit's weights."""
@@ -216,6 +236,8 @@ class _Builder:
         for hop in hops:
             encode = self.hardware.encode_seconds(hop.codec, hop.encoded / hop.chunks)
             self._codec(f"encode {name}", encode, stream)
+            if hop is hops[0]:
+                self._encoded = self._last[stream]
             on_wire = self._hop(f"{hop.level} {name}", hop, self._latest(stream))
             host = self.hardware.host_seconds(hop)
             if host:
@@ -246,7 +268,7 @@ class _Builder:
         for resource in list(self._last):
             if resource != "compute":
                 self._wait(resource, [done])
-        self._reduced, self._in_flight = None, None
+        self._gradients_free, self._in_flight = None, None
         self._copied_out.clear()
 
     def _wait(self, resource: str, after: Iterable[int]) -> int:

@@ -91,6 +91,8 @@ class Trace:
     memory: MemoryEstimate
     overlaps: bool = False
     """Whether it sends while it computes on a CPU as well: see [Note: Overlap] in hardware.py."""
+    lanes_bytes: int = 0
+    """What it needs for that, on top of `memory`."""
 
     @property
     def flops(self) -> int:

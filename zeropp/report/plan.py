@@ -63,7 +63,7 @@ def split_lines(strategies: tuple[PlannedStrategy, ...]) -> list[list[str]]:
 
 
 def memory_lines(strategies: tuple[PlannedStrategy, ...]) -> list[list[str]]:
-    parts = [asdict(planned.timeline.trace.memory) for planned in strategies]
+    parts = [asdict(planned.memory) for planned in strategies]
     return [["", *(name.replace("_", " ") for name in parts[0]), "peak"]] + [
         [
             planned.strategy.title,
