@@ -19,6 +19,18 @@ def test_a_command_becomes_part_of_its_node() -> None:
     assert len({os.stat("/proc/self/ns/net").st_ino, *nodes}) == 3
 
 
+def test_nobody_interrupts_anybody() -> None:
+    see = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"]
+    here = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # or it would be inherited
+    try:
+        with Cluster(nodes=1, ranks_per_node=1) as cluster:
+            seen = subprocess.run(cluster.inside(0, see), capture_output=True, text=True, check=True)
+    finally:
+        os.sched_setscheduler(0, here, os.sched_param(0))
+    assert int(seen.stdout) == os.SCHED_BATCH
+
+
 def test_a_namespace_that_is_not_there_is_named() -> None:
     command = [sys.executable, enter_node.__file__, str(os.getpid()), "999", "0", "true"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,6 +1,12 @@
 """Become a command inside a node of a lab: enter_node.py OWNER_PID NAMESPACE_FD IS_ROOTLESS COMMAND...
 
 Run as a script, in a process of its own: a user namespace can only be entered by a process with one thread.
+
+[Note: Scheduling in a lab]
+All ranks of a lab share the cores of one machine. When a message arrives, gloo's thread wakes up, and Linux
+lets it interrupt whoever runs on its core. If that is another thread of the same rank, in the middle of a
+message on the same connection, gloo's thread polls until its time is up: that one holds the lock. So what runs
+on a node is scheduled as SCHED_BATCH: with the same share of the cores, but nobody interrupts anybody.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ def main(owner_pid: str, namespace_fd: str, is_rootless: str, *command: str) -> 
     for path, fd in [(path, os.open(path, os.O_RDONLY)) for path in namespaces]:
         if libc.setns(fd, 0) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {path}")
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # see [Note: Scheduling in a lab]
     os.execvp(command[0], command)
 
 
