@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import Ranks
 
-# For whatever tests start, too. It halves the time of a small step: [Note: Scheduling in a lab] in
+# For whatever tests start, too; with it, small steps take half the time: [Note: Scheduling in a lab] in
 # zeropp/lab/enter_node.py.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

@@ -45,7 +45,7 @@ def slow(what: Slow) -> Iterator[None]:
         yield
         return
     # There are few that are large; more than a busy machine takes.
-    seconds = 0.02 if what == "messages" else 0.1
+    seconds = 0.02 if what == "messages" else 0.05
     names = ["isend"] if what == "messages" else ["isend", "all_gather_single", "reduce_scatter_single"]
     least = 0 if what == "messages" else 1000
     with patch.multiple(dist, **{n: sleeping(getattr(dist, n), lambda t: t.nbytes > least) for n in names}):
