@@ -94,25 +94,39 @@ def finish(agent: subprocess.Popen[bytes]) -> int:
     return agent.wait(SECONDS)
 
 
+def check_stopped(run: Run) -> None:
+    """It has saved after its last step, and there is more to do."""
+    stopped = Metrics(run.folder / FILE_NAME)
+    assert stopped.end is not None
+    assert stopped.end.step == stopped.steps[-1].step == max(steps_in(run.folder / "checkpoints")) < STEPS
+
+
 def check_equal(run: Run, undisturbed: Run, starts: int) -> None:
     ours, theirs = Metrics(run.folder / FILE_NAME), Metrics(undisturbed.folder / FILE_NAME)
     assert len(ours.starts) == starts
-    assert ours.starts[-1].first_step > 1
+    assert all(start.first_step > 1 for start in ours.starts[1:])
     assert [r.loss for r in ours.steps] == [r.loss for r in theirs.steps]
     assert [r.grad_norm for r in ours.steps] == [r.grad_norm for r in theirs.steps]
     assert ours.evaluations == theirs.evaluations
 
 
-def test_a_killed_rank_resumes_by_itself(undisturbed: Run, tmp_path: Path) -> None:
+def test_a_killed_rank_resumes_by_itself_and_sigterm_saves(
+    ranks: Ranks, undisturbed: Run, tmp_path: Path
+) -> None:
+    """SIGTERM: from a scheduler that wants the nodes back. In one job, because to start one takes longest."""
     run = replace(undisturbed, folder=tmp_path)
     with torchrun(run, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1") as agent:
         wait_for_step(run, 8, agent)
         os.kill(ranks_of(agent)[1], signal.SIGKILL)
-        assert finish(agent) == 0
-    check_equal(run, undisturbed, starts=2)
+        wait_for_step(run, 14, agent)
+        agent.send_signal(signal.SIGTERM)
+        finish(agent)
+    check_stopped(run)
+    ranks.run(train_here, run, world=2)
+    check_equal(run, undisturbed, starts=3)
 
 
-def test_a_killed_node_comes_back_and_the_job_goes_on(undisturbed: Run, tmp_path: Path) -> None:
+def test_a_killed_node_comes_back_and_ctrl_c_saves(ranks: Ranks, undisturbed: Run, tmp_path: Path) -> None:
     """They meet at a store of ours: it has a port before they start, and stays whoever ends first."""
     run = replace(undisturbed, folder=tmp_path)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -126,23 +140,11 @@ def test_a_killed_node_comes_back_and_the_job_goes_on(undisturbed: Run, tmp_path
             wait_for_step(run, 8, first)
             kill_all(second)
         with torchrun(run, *options) as second:
-            assert finish(first) == 0
-            assert finish(second) == 0
-    check_equal(run, undisturbed, starts=2)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_torchrun_saves_and_ends(
-    ranks: Ranks, undisturbed: Run, tmp_path: Path, number: signal.Signals
-) -> None:
-    """As from Ctrl-C, or from a scheduler that wants the nodes back."""
-    run = replace(undisturbed, folder=tmp_path)
-    with torchrun(run, "--standalone", "--nproc-per-node", "2") as agent:
-        wait_for_step(run, 8, agent)
-        agent.send_signal(number)
-        finish(agent)
-    stopped = Metrics(run.folder / FILE_NAME)
-    assert stopped.end is not None
-    assert stopped.end.step == stopped.steps[-1].step == max(steps_in(run.folder / "checkpoints")) < STEPS
+            wait_for_step(run, 14, first)
+            for agent in (first, second):
+                agent.send_signal(signal.SIGINT)
+            finish(first)
+            finish(second)
+    check_stopped(run)
     ranks.run(train_here, run, world=2)
-    check_equal(run, undisturbed, starts=2)
+    check_equal(run, undisturbed, starts=3)

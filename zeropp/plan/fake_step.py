@@ -72,7 +72,7 @@ def record_step(scenario: Scenario, strategy: Strategy, layers: int | None = Non
     try:
         mesh = init_device_mesh("cpu", (scenario.world_size,))  # outside the mode: a mesh has content
         options = {"mesh": mesh} | strategy.sharding_options(scenario.ranks_per_node)
-        with _explained(scenario.model), FakeTensorMode(allow_non_fake_inputs=True):
+        with _no_logs(), _explained(scenario.model), FakeTensorMode(allow_non_fake_inputs=True):
             return _FakeStep(scenario, strategy, options, layers).run()
     finally:
         dist.destroy_process_group()
@@ -95,8 +95,7 @@ class _FakeStep:
             _shard(self._model, blocks, scenario, options)
         self._parameters = list(self._model.parameters())
         config = Config.off() if strategy.config is None else strategy.config
-        with _no_logs():  # which are for a model that is going to be trained
-            self._zpp = apply(self._model, replace(config, node_size=scenario.ranks_per_node))
+        self._zpp = apply(self._model, replace(config, node_size=scenario.ranks_per_node))
         self._set_sync = strategy.sync_switch(self._model, self._zpp)
         # One optimizer per unit costs what one for all does, and shows whose parameters it works on. Fused:
         # the others read the step number from a tensor, and a fake one has none.
@@ -196,6 +195,7 @@ def _shard(model: nn.Module, blocks: nn.ModuleList, scenario: Scenario, options:
 
 @contextmanager
 def _no_logs() -> Iterator[None]:
+    """Those of zeropp, which are for a model that is trained."""
     logger = logging.getLogger("zeropp")
     before, logger.disabled = logger.disabled, True
     try:
