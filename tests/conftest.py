@@ -10,16 +10,16 @@ from tests.ranks import Ranks
 # zeropp/lab/enter_node.py.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-LONG = ("lab", "streamed", "integrations", "plan", "bench", "train", "cli")
-"""Folders with the tests that take longest."""
+LONG = ("lab", "test_quickstart", "test_wheel", "streamed", "integrations", "plan", "bench", "train", "cli")
+"""Files and folders with the tests that take longest."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long ones first, so that in the end no worker is alone with them."""
 
     def place(item: pytest.Item) -> int:
-        folder = item.path.parent.name
-        return LONG.index(folder) if folder in LONG else len(LONG)
+        names = (item.path.parent.name, item.path.stem)
+        return min((LONG.index(name) for name in names if name in LONG), default=len(LONG))
 
     items.sort(key=place)
 

@@ -140,10 +140,8 @@ def _hooked(overlap: bool) -> tuple[list[float], list[Tensor]]:
     return [trainer.backward() for _ in range(2)], seen
 
 
-def _failed_in_between(overlap: bool) -> tuple[list[float], list[Tensor]]:
+def _failing(trainer: Trainer) -> None:
     """A backward that raises on every rank after the last block's gradients are on their way."""
-    trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap))
-    losses = [trainer.step()]
 
     def fail(gradient: Tensor) -> Tensor:
         raise RuntimeError("in the middle")
@@ -156,7 +154,24 @@ def _failed_in_between(overlap: bool) -> tuple[list[float], list[Tensor]]:
         trainer.backward()
     hook.remove()
     cast(FSDPModule, trainer.net).reset_iter_state()  # as FSDP2 asks for
+
+
+def _failed_in_between(overlap: bool) -> tuple[list[float], list[Tensor]]:
+    trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap))
+    losses = [trainer.step()]
+    _failing(trainer)
     losses += [trainer.step(), trainer.step()]
+    return losses, _bits(trainer)
+
+
+def _failed_and_set_to_zero(overlap: bool) -> tuple[list[float], list[Tensor]]:
+    """Whatever arrives late in gradients that were set to zero is not added to the next ones."""
+    trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap))
+    losses = [trainer.step()]
+    trainer.optimizer.zero_grad()
+    _failing(trainer)
+    trainer.optimizer.zero_grad(set_to_none=False)
+    losses += [trainer.backward(), trainer.backward()]
     return losses, _bits(trainer)
 
 
@@ -191,7 +206,9 @@ def _left_out_then_loaded(overlap: bool) -> tuple[list[float], list[Tensor]]:
     return losses, [p.detach().to_local() for p in net.parameters()]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("run", [_mixed, _hooked, _failed_in_between, _left_out_then_loaded])
+@pytest.mark.parametrize(
+    "run", [_mixed, _hooked, _failed_in_between, _failed_and_set_to_zero, _left_out_then_loaded]
+)
 def test_it_changes_no_bit_in(ranks: Ranks, run: Any) -> None:
     for (losses, gradients), (expected, theirs) in zip(
         ranks.run(run, True), ranks.run(run, False), strict=True
@@ -224,8 +241,28 @@ def test_a_killed_peer_is_an_error_on_the_others_that_names_the_unit(ranks: Rank
     assert "beside the training thread" in said
 
 
+def _where_gradients_are() -> tuple[bool, bool, bool, str]:
+    """Of the last block: whether FSDP2 would make `.grad` of a buffer; and what is said if it did not."""
+    trainer = Trainer(zeropp.Config(node_size=2))
+    zpp = cast(zeropp.ZeroPP, trainer.zpp)
+    unit = zpp.unit_comms[-1].unit
+    fp32, bf16 = torch.empty(1), torch.empty(1, dtype=torch.bfloat16)
+    before = unit.makes_gradients_of(fp32), unit.makes_gradients_of(bf16)
+    trainer.backward()
+    with pytest.raises(RuntimeError) as raised:
+        unit.check_gradients_are_of(fp32)
+    return *before, unit.makes_gradients_of(fp32), str(raised.value)
+
+
+def test_gradients_are_made_of_the_buffer_that_they_are_reduced_to(ranks: Ranks) -> None:
+    for fresh, other_dtype, to_add_to, said in ranks.run(_where_gradients_are):
+        assert (fresh, other_dtype, to_add_to) == (True, False, False)
+        assert "were read before they were reduced" in said
+        assert "Config(overlap=False)" in said
+
+
 def _held(overlap: bool) -> tuple[int, int]:
-    """communication_bytes in the middle of a backward and after it."""
+    """communication_bytes in the middle of a backward and after it, where gradients are added to others."""
     net = make_net()
     trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap), net=net)
     zpp = cast(zeropp.ZeroPP, trainer.zpp)

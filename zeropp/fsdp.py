@@ -279,6 +279,23 @@ class Unit:
         )
         return not (self.is_hsdp or hooked) and numel == self.reduced()
 
+    def makes_gradients_of(self, output: Tensor) -> bool:
+        """Whether FSDP2 will not read what a reduce-scatter writes, but make `.grad` of views of it: there is
+        none to add to, and it has the right dtype."""
+        params = [sharded_parameter(p) for p in self._fsdp_params]
+        return all(p.grad is None and p.dtype == output.dtype for p in params if p.requires_grad)
+
+    def check_gradients_are_of(self, output: Tensor) -> None:
+        """Raise if FSDP2 has read it all the same, before there was anything in it."""
+        place = output.untyped_storage().data_ptr()
+        gradients = [p.sharded_param.grad for p in self._fsdp_params]
+        for gradient in (g._local_tensor for g in gradients if g is not None):
+            if gradient.numel() and gradient.untyped_storage().data_ptr() != place:
+                raise RuntimeError(
+                    f"zeropp: gradients of unit '{self.name}' were read before they were reduced, by this "
+                    "version of FSDP2 or by a hook; Config(overlap=False) reduces them at once"
+                )
+
     def add_to_gradients(self, reduced: Tensor) -> None:
         """Add a reduction to `.grad`, as FSDP2 would have."""
         (group,) = self._param_groups

@@ -1,19 +1,21 @@
 """Overlap on a CPU: FSDP2 computes while comm/lanes.py sends. With streams, FSDP2 does it by itself.
 
 [Note: Gradients that come late]
-FSDP2 reads what a reduce-scatter has written as soon as the call returns: converts it, and adds it to
-`.grad`. So a reduction that goes on in a lane gives it negative zeros, to which any number can be added
-without changing a bit of it (0.0 would turn -0.0 into 0.0). What was reduced is added later, in the training
-thread: when another reduction starts, or at the end of backward, in a callback of the autograd engine that
-runs after FSDP2's own. `.grad` is then what it would be without overlap, bit for bit. Where somebody looks
-earlier (hooks on parameters, CPU offload, HSDP's all-reduce, a division after the sum), the call waits for
-its reduction, as without overlap. All of this is known from the program, so it is the same on every rank.
+FSDP2 uses what a reduce-scatter has written as soon as the call returns. Where there is no `.grad` yet, it
+makes it of views of that buffer, so a reduction may go on in a lane, and write into them. Where FSDP2 reads
+the buffer (it adds it to `.grad`, or converts it), it gets negative zeros, to which any number can be added
+without changing a bit of it (0.0 would turn -0.0 into 0.0), and what was reduced is added later, in the
+training thread: when another reduction starts, or at the end of backward. A callback of the autograd engine,
+which runs after FSDP2's own, waits for all reductions. `.grad` is then what it would be without overlap, bit
+for bit. Where somebody looks earlier (hooks on parameters, CPU offload, HSDP's all-reduce, a division after
+the sum), the call waits for its reduction, as without overlap. All of this is known from the program, so it
+is the same on every rank.
 
 [Note: Memory of what is late]
 FSDP2 keeps the full gradients of so many reductions as `set_reduce_scatter_max_input_buffers` says, one by
 default. Not more than that are kept here, so a unit's full gradients live no longer than on a GPU. Once a
 reduction has encoded them, they may go, and the next one may come, while it is still on its way. What comes
-on top is a rank's shard of them, and the buffers of two reductions.
+on top are the buffers of two reductions, and a rank's shard of them where `.grad` is not made of it.
 
 [Note: Early gathers]
 In backward FSDP2 gathers the next unit before it computes this one. In forward it leaves that to the
@@ -55,6 +57,8 @@ class Reduction:
     """The full ones, which must stay as they are until they are read; how many bytes, if `work` has them."""
     reduced: Tensor
     """This rank's shard of their sum, when `work` is done."""
+    is_gradient: bool
+    """Whether `.grad` is made of `reduced`."""
 
     @property
     def is_read(self) -> bool:
@@ -63,15 +67,27 @@ class Reduction:
     @property
     def nbytes(self) -> int:
         full = self.gradients if isinstance(self.gradients, int) else self.gradients.nbytes
-        return self.reduced.nbytes + (0 if self.is_read else full)
+        return (0 if self.is_gradient else self.reduced.nbytes) + (0 if self.is_read else full)
 
     def wait_until_read(self) -> None:
         self.work.wait_until_read() if isinstance(self.work, LaneWork) else self.work.wait()
 
     def finish(self) -> None:
-        """Add what was reduced to `.grad`."""
+        """Wait for it; then it is in `.grad`."""
         self.work.wait()
-        self.unit.add_to_gradients(self.reduced)
+        if self.is_gradient:
+            self.unit.check_gradients_are_of(self.reduced)
+        else:
+            self.unit.add_to_gradients(self.reduced)
+
+    def give_up(self) -> None:
+        """It is of a backward that has raised: what it brings is lost, as if it had not been reduced."""
+        try:
+            self.work.wait()
+        except Exception as error:
+            logger.debug("zeropp: a reduction of a backward that has failed: %s", error)
+        if self.is_gradient:
+            self.reduced.zero_()
 
 
 class LateGradients:
@@ -112,10 +128,7 @@ class LateGradients:
         while self._coming:
             _, coming = self._coming.popitem()
             for reduction in coming:
-                try:
-                    reduction.work.wait()
-                except Exception as error:
-                    logger.debug("zeropp: a reduction of a backward that has failed: %s", error)
+                reduction.give_up()
 
 
 class ForwardPrefetch:
@@ -176,15 +189,19 @@ class UnitOverlap:
             self._overlap.late.forget_failed()
         self._overlap.prefetch.gathers(self._unit)
 
-    def may_be_late(self, numel: int) -> bool:
-        """Whether a reduction to `numel` elements may go on while FSDP2 does; if so, one may start now."""
+    def late_place(self, output: Tensor) -> Tensor | None:
+        """Where to reduce to while FSDP2 goes on, if it expects the result in `output`; one may start now.
+        None: it must be there when FSDP2 goes on."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if not (in_backward and self._unit.takes_gradients_late(numel)):
-            return False
+        if not (in_backward and self._unit.takes_gradients_late(output.numel())):
+            return None
         self._overlap.late.make_room(self._unit.most_reductions)
-        return True
+        return output if self._unit.makes_gradients_of(output) else torch.empty_like(output)
 
-    def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor) -> None:
+    def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor, output: Tensor) -> None:
         """See [Note: Gradients that come late]."""
+        is_gradient = reduced is output
+        if not is_gradient:
+            output.fill_(-0.0)
         kept = gradients.nbytes if isinstance(work, LaneWork) else gradients
-        self._overlap.late.expect(Reduction(self._unit, work, kept, reduced))
+        self._overlap.late.expect(Reduction(self._unit, work, kept, reduced, is_gradient))

@@ -51,6 +51,7 @@ def _states(results: dict[str, Any]) -> dict[str, str]:
 def deserted() -> list[Result]:
     """What rank 0 sees when rank 1 does not come."""
     here = Visit.begin(Settings(), 0.3)
+    dist.barrier()  # or rank 1 may be gone while rank 0 still connects
     if dist.get_rank() == 1:
         return []
     check = Check("collectives", "meet", "", lambda _: GOOD)

@@ -44,7 +44,7 @@ def test_lanes_hold_what_two_jobs_need(ranks: Ranks, name: str) -> None:
     on_the_way = 3 * full // 4  # two reductions at work and one that waits, on one of four ranks
     for after, most in ranks.run(communication_bytes, case):
         assert after <= estimate - on_the_way < 1.15 * after  # some buffers are not needed twice
-        assert after < most <= estimate + full  # which are activations in the estimate
+        assert after <= most <= estimate + full  # which are activations in the estimate
     assert trace.memory.communication + trace.memory.node_shards < 0.8 * estimate
 
 

@@ -174,12 +174,11 @@ class ReduceScatter:
             self.wire.count_baseline("reduce_scatter", output_tensor.numel())
         if self._overlap is None:
             return self._start(output_tensor, input_tensor, group, op, async_op)
-        if is_last_operation(op) and self._overlap.may_be_late(output_tensor.numel()):
-            reduced = torch.empty_like(output_tensor)
-            work = self._start(reduced, input_tensor, group, op, async_op=True)
+        place = self._overlap.late_place(output_tensor) if is_last_operation(op) else None
+        if place is not None:
+            work = self._start(place, input_tensor, group, op, async_op=True)
             if work is not None:
-                output_tensor.fill_(-0.0)  # [Note: Gradients that come late] in overlap.py
-                self._overlap.expect(work, input_tensor, reduced)
+                self._overlap.expect(work, input_tensor, place, output_tensor)
         elif (work := self._start(output_tensor, input_tensor, group, op, async_op=True)) is not None:
             work.wait()
         return None
