@@ -40,7 +40,7 @@ class Run:
             model = with_lora(model, **lora)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.trained = sum(p.numel() for p in trained)
-        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.zpp = None if config is None else attach(self.accelerator, self.model, config)
         self.batches = 0

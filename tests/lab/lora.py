@@ -13,7 +13,7 @@ class Lora(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = with_lora(make_llama(dtype, hidden=1024))
+        self.model = with_lora(make_llama(dtype, hidden=512))
         self.blocks = [module for module in self.modules() if type(module).__name__ == LAYER]
 
     def loss(self, generator: torch.Generator) -> torch.Tensor:
