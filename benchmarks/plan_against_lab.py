@@ -58,6 +58,7 @@ class Options:
 def measure(options: Options, workload: Workload, folder: Path) -> Hardware:
     path = folder / "hardware.json"
     tokens = ["--micro-batch", str(workload.batch), "--sequence", str(workload.context), "--rounds", "1"]
+    tokens += ["--width", str(workload.width)]
     with Cluster(options.nodes, options.ranks_per_node, options.link) as cluster:
         cluster.run(
             ["-m", "zeropp", "doctor", "--parts", "speed", "--hardware", str(path.resolve()), *tokens],

@@ -95,6 +95,12 @@ def test_bad_settings_are_named(name: str) -> None:
         Settings(**bad)
 
 
+@pytest.mark.parametrize("width", [0, 100])
+def test_a_width_that_has_no_heads_is_named(width: int) -> None:
+    with pytest.raises(ValueError, match=f"width is {width}; expected a multiple of 64"):
+        Settings(width=width)
+
+
 def test_presets_take_the_node_size() -> None:
     assert {config.node_size for config in Settings(node_size=4).presets().values()} == {4}
     assert {config.node_size for config in Settings().presets().values()} == {"auto"}

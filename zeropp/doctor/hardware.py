@@ -4,8 +4,8 @@ Everything is measured while all ranks do the same, as they do in training,
 so what they share (cores, memory, links) is shared here, too:
 
     memory      one pass over tensors that fit no cache, with a fresh result
-    layers      forward and backward of some layers of a GPT of the given size; what the memory rate does not
-                explain of it is taken to be matrix products
+    layers      forward and backward of some layers of a GPT of the given size, in FSDP2, which send nothing;
+                what the memory rate does not explain of it is taken to be matrix products
     codecs      encode and decode of each codec, at the size of a chunk
     hops        each of zeropp's hops, and FSDP2's own collectives, on each kind of link at several sizes;
                 latency + bytes * rate is fitted
@@ -26,14 +26,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..bench.training import send_nothing
+from ..bench.workload import HEAD_WIDTH
 from ..comm import Ledger, Scratch, Wire
 from ..comm.pipeline import finish
 from ..comm.ring import reduce_scatter_bf16
 from ..config import CodecName, Config
 from ..models.gpt import GPT, GPTConfig
+from ..models.sharding import shard_blocks
 from ..plan.hardware import CodecSpeed, Cost, Hardware
 from ..plan.operation_work import WorkCounter
 from ..plan.trace import Level, Pattern
@@ -45,7 +48,7 @@ CODECS: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
 BLOCK_SIZE = 128
 CALL_SECONDS = 0.1
 """Sizes are left out when a call of the size before took longer than this."""
-LAYERS, HEAD_WIDTH = 3, 64
+LAYERS = 3
 MIN_PRODUCTS_SHARE = 0.2
 """Share of a layer's time that matrix products take at least, whatever passes over memory seem to explain."""
 TOO_FAST_NS = 1e-3
@@ -73,7 +76,7 @@ class Size:
     sequence: int
     """Tokens of each."""
     width: int
-    """Width of a layer: a multiple of 64."""
+    """Width of a layer: a multiple of 64, the width of a head."""
     wire_bytes: tuple[int, ...] = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
     """Sent by a rank in one call of a collective."""
     repeats: int = 5
@@ -121,19 +124,19 @@ _PASS_BYTES = 1 << 24
 
 
 def _layers(size: Size, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of a few layers: more weights than the caches that belong to a core hold."""
+    """Forward and backward of a few layers: more weights than the caches that belong to a core hold. Each is
+    a unit of FSDP2, whose hooks and copies are a part of what a model computes."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     config = GPTConfig(layers=LAYERS, width=size.width, heads=size.width // HEAD_WIDTH, context=size.sequence)
-    layers = GPT(config).blocks.to(device, dtype)
+    layers = nn.Sequential(*GPT(config).blocks).to(device, dtype)
+    shard_blocks(layers, list(layers))
+    send_nothing(layers)
     shape = (size.sequences, size.sequence, size.width)
     x, gradient = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     x.requires_grad_()
 
     def train() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y)
-        y.backward(gradient)  # type: ignore[no-untyped-call]
+        layers(x).backward(gradient)
         for tensor in (x, *layers.parameters()):
             tensor.grad = None
 

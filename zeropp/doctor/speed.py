@@ -55,7 +55,8 @@ def checks() -> Iterator[Check]:
 
 def _measure_hardware(visit: Visit) -> Finding:
     device, settings = visit.world.device, visit.settings
-    size = Size(settings.micro_batch, settings.sequence, WIDTHS.get(device.type, 4096))
+    width = settings.width or WIDTHS.get(device.type, 4096)
+    size = Size(settings.micro_batch, settings.sequence, width)
     found = measure(size, device, visit.topology)
     visit.hardware = found.hardware
     if found.one_rank_gbit_s is None or found.hardware.link_gbit_s is None:
