@@ -282,8 +282,9 @@ class Unit:
     def makes_gradients_of(self, output: Tensor) -> bool:
         """Whether FSDP2 will not read what a reduce-scatter writes, but make `.grad` of views of it: there is
         none to add to, and it has the right dtype."""
-        params = [sharded_parameter(p) for p in self._fsdp_params]
-        return all(p.grad is None and p.dtype == output.dtype for p in params if p.requires_grad)
+        trained = [p for p in map(sharded_parameter, self._fsdp_params) if p.requires_grad]
+        dtypes = {p.dtype for p in trained} | {p.grad_dtype for p in trained}  # from 2.15 on, the latter
+        return dtypes == {output.dtype} and all(p.grad is None for p in trained)
 
     def check_gradients_are_of(self, output: Tensor) -> None:
         """Raise if FSDP2 has read it all the same, before there was anything in it."""
