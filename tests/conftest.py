@@ -1,14 +1,12 @@
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import Ranks
+from zeropp.lab.enter_node import interrupt_nobody
 
-# For whatever tests start, too; with it, small steps take half the time: [Note: Scheduling in a lab] in
-# zeropp/lab/enter_node.py.
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+interrupt_nobody()  # tests start ranks as a lab does: more than there are cores
 
 LONG = ("lab", "test_quickstart", "test_wheel", "streamed", "integrations", "plan", "bench", "train", "cli")
 """Files and folders with the tests that take longest."""

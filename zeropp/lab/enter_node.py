@@ -24,9 +24,14 @@ def main(owner_pid: str, namespace_fd: str, is_rootless: str, *command: str) -> 
     for path, fd in [(path, os.open(path, os.O_RDONLY)) for path in namespaces]:
         if libc.setns(fd, 0) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {path}")
-    with suppress(PermissionError):  # in a sandbox: it is slower then, and the same otherwise
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # see [Note: Scheduling in a lab]
+    interrupt_nobody()
     os.execvp(command[0], command)
+
+
+def interrupt_nobody() -> None:
+    """This process, and all that it starts; see [Note: Scheduling in a lab]."""
+    with suppress(PermissionError):  # in a sandbox: it is slower then, and the same otherwise
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 if __name__ == "__main__":
