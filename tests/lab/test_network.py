@@ -21,20 +21,26 @@ def moved(cluster: Cluster, before: list[LinkCounters]) -> list[LinkCounters]:
     return [now.since(then) for now, then in zip(cluster.counters(), before, strict=True)]
 
 
+def quickest(cluster: Cluster, source: int, target: int, nbytes: int) -> float:
+    """Seconds of the quickest of several transfers. None is faster than the link, and a machine with other
+    things to do makes some of them slower."""
+    return min(float(transfer(cluster, source, target, nbytes)["seconds"]) for _ in range(4))
+
+
 @pytest.mark.parametrize("link", ["200mbit", "50mbit"])
 def test_rate_of_a_link_is_what_was_asked_for(cluster: Cluster, link: str) -> None:
     """Measured with 5 MB: no burst that would hide the rate, no headers beyond 5%."""
     rate_bit_s = {"200mbit": 200e6, "50mbit": 50e6}[link]
     cluster.set_link(link=link)
-    got = transfer(cluster, 1, 0, 5_000_000)
-    assert got["bytes"] * 8 / got["seconds"] == pytest.approx(rate_bit_s, rel=0.05)
+    nbytes = 5_000_000
+    assert nbytes * 8 / quickest(cluster, 1, 0, nbytes) == pytest.approx(rate_bit_s, rel=0.05)
 
 
 def test_links_are_shaped_one_by_one(cluster: Cluster) -> None:
     cluster.set_link(link="200mbit")
     cluster.set_link(2, link="20mbit")
-    slow, fast = transfer(cluster, 0, 2, 1_000_000), transfer(cluster, 0, 1, 1_000_000)
-    assert slow["seconds"] > 5 * fast["seconds"]  # into node 2: the switch shapes, too
+    slow, fast = (quickest(cluster, 0, target, 1_000_000) for target in (2, 1))
+    assert slow > 5 * fast  # into node 2: the switch shapes, too
     assert [link.link for link in cluster.links] == ["200mbit", "200mbit", "20mbit"]
     cluster.set_link(link="200mbit")
 
