@@ -36,10 +36,10 @@ def make_llama(dtype: torch.dtype = torch.float32, hidden: int = 64, layers: int
     return model.to(dtype)  # type: ignore[no-any-return]
 
 
-def with_lora(model: nn.Module, **options: Any) -> nn.Module:
-    """Adapters of rank 8 on all linear layers, in fp32, as PEFT makes them."""
+def with_lora(model: nn.Module, rank: int = 8, **options: Any) -> nn.Module:
+    """Adapters on all linear layers, in fp32, as PEFT makes them."""
     torch.manual_seed(1)
-    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    config = LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     return get_peft_model(model, config)
 
 

@@ -9,11 +9,11 @@ from tests.integrations.hugging_face import LAYER, VOCABULARY, make_llama, with_
 
 
 class Lora(nn.Module):
-    """A Llama with adapters of rank 8 in fp32, which share their units with the frozen base."""
+    """A Llama with adapters in fp32, which share their units with the frozen base."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = with_lora(make_llama(dtype, hidden=512))
+        self.model = with_lora(make_llama(dtype, hidden=512), rank=32)
         self.blocks = [module for module in self.modules() if type(module).__name__ == LAYER]
 
     def loss(self, generator: torch.Generator) -> torch.Tensor:

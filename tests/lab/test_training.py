@@ -16,8 +16,6 @@ NAMES = ("default", "four_bit", "wire16", "lora-fp32", "lora-bf16")
 DELAYED, CUT, DOWN = "default:delayed", "default:cut", "default:down"
 HEADER_BYTES = 14 + 20 + 32
 """Ethernet, IP, and TCP with time stamps."""
-SEGMENT_BYTES = 1500 - 20 - 32
-"""The most that one segment of TCP carries."""
 
 
 class Runs(NamedTuple):
@@ -68,14 +66,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize("config", NAMES)
 def test_counters_and_ledger_agree_within_five_percent(runs: Runs, config: str) -> None:
-    """Without the headers of packets, and what TCP sent again: how much that is depends on how busy the
-    machine is."""
+    """Without the headers of packets: how many there are depends on how busy the machine is. So does how often
+    TCP sends a segment (9 kB) again, because the answer is late: the five percent are several of them."""
     for node in (0, 1):
-        first, second = (runs.results[config][rank] for rank in (2 * node, 2 * node + 1))
-        counted = first["counter_bytes"] - HEADER_BYTES * first["packets"]
-        said = first["ledger_bytes"] + second["ledger_bytes"]
-        assert said <= counted
-        assert counted - SEGMENT_BYTES * first["segments_again"] <= 1.05 * said
+        ranks = [runs.results[config][rank] for rank in (2 * node, 2 * node + 1)]
+        counted = ranks[0]["counter_bytes"] - HEADER_BYTES * ranks[0]["packets"]
+        said = sum(rank["ledger_bytes"] for rank in ranks)
+        assert said <= counted <= 1.05 * said
 
 
 def test_bytes_per_node_and_parameter(runs: Runs) -> None:
