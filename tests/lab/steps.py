@@ -98,7 +98,7 @@ def train(run: str) -> dict[str, Any]:
     if run == DOWN:
         zpp.set_timeout(TIMEOUT)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)  # the loop over DTensors takes longer than all else
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses: list[float] = []
     seconds: list[float] = []

@@ -66,8 +66,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize("config", NAMES)
 def test_counters_and_ledger_agree_within_five_percent(runs: Runs, config: str) -> None:
-    """Without the headers of packets: how many there are depends on how busy the machine is. So does how often
-    TCP sends a segment (9 kB) again, because the answer is late: the five percent are several of them."""
+    """Without the headers of packets: how many there are depends on how busy the machine is. So does how
+    often TCP sends a segment (9 kB) again, because the answer is late: five percent are several of them."""
     for node in (0, 1):
         ranks = [runs.results[config][rank] for rank in (2 * node, 2 * node + 1)]
         counted = ranks[0]["counter_bytes"] - HEADER_BYTES * ranks[0]["packets"]
