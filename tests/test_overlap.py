@@ -224,7 +224,7 @@ def _peer_dies() -> None:
     trainer = Trainer(zeropp.Config(node_size=2))
     trainer.step()
     assert trainer.zpp is not None
-    trainer.zpp.set_timeout(timedelta(seconds=10))
+    trainer.zpp.set_timeout(timedelta(seconds=5))
     if dist.get_rank() == 3:
         trainer.net.blocks[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     for _ in range(100):

@@ -24,22 +24,22 @@ def moved(cluster: Cluster, before: list[LinkCounters]) -> list[LinkCounters]:
 def quickest(cluster: Cluster, source: int, target: int, nbytes: int) -> float:
     """Seconds of the quickest of several transfers. None is faster than the link, and a machine with other
     things to do makes some of them slower."""
-    return min(float(transfer(cluster, source, target, nbytes)["seconds"]) for _ in range(4))
+    return min(float(transfer(cluster, source, target, nbytes)["seconds"]) for _ in range(3))
 
 
 @pytest.mark.parametrize("link", ["200mbit", "50mbit"])
 def test_rate_of_a_link_is_what_was_asked_for(cluster: Cluster, link: str) -> None:
-    """Measured with 5 MB: no burst that would hide the rate, no headers beyond 5%."""
+    """Measured with 3 MB: no burst that would hide the rate, no headers beyond 5%."""
     rate_bit_s = {"200mbit": 200e6, "50mbit": 50e6}[link]
     cluster.set_link(link=link)
-    nbytes = 5_000_000
+    nbytes = 3_000_000
     assert nbytes * 8 / quickest(cluster, 1, 0, nbytes) == pytest.approx(rate_bit_s, rel=0.05)
 
 
 def test_links_are_shaped_one_by_one(cluster: Cluster) -> None:
     cluster.set_link(link="200mbit")
     cluster.set_link(2, link="20mbit")
-    slow, fast = (quickest(cluster, 0, target, 1_000_000) for target in (2, 1))
+    slow, fast = transfer(cluster, 0, 2, 1_000_000)["seconds"], quickest(cluster, 0, 1, 1_000_000)
     assert slow > 5 * fast  # into node 2: the switch shapes, too
     assert [link.link for link in cluster.links] == ["200mbit", "200mbit", "20mbit"]
     cluster.set_link(link="200mbit")
