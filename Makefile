@@ -17,7 +17,9 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(READY)
 	$(BIN)/zeropp demo
 
-test: $(if $(TORCH),,lint types docs) tests
+# Types beside the tests: one process, for as long as the workers of the tests need to collect them.
+test: $(if $(TORCH),,lint docs)
+	$(MAKE) --jobs 2 $(if $(TORCH),,types) tests
 
 core: $(READY)
 	$(PYTEST) tests/comm tests/quant tests/test_*.py

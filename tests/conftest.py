@@ -8,7 +8,10 @@ from zeropp.lab.enter_node import interrupt_nobody
 
 interrupt_nobody()  # tests start ranks as a lab does: more than there are cores
 
-LONG = ("lab", "test_quickstart", "test_wheel", "streamed", "integrations", "plan", "bench", "train", "cli")
+LONG = (
+    "test_device",  # builds the device of tests/streamed, for which the other worker would have to wait
+    *("lab", "test_quickstart", "test_wheel", "streamed", "integrations", "plan", "bench", "train", "cli"),
+)
 """Files and folders with the tests that take longest."""
 
 

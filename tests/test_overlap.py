@@ -37,10 +37,10 @@ def _bits(trainer: Trainer) -> list[Tensor]:
 
 
 def _train(config: zeropp.Config, micro_batches: int) -> tuple[list[float], list[Tensor]]:
-    """Steps with accumulation, clipping, and an evaluation after each."""
+    """Steps with accumulation, clipping, and an evaluation after each; the second gathers early."""
     trainer = Trainer(config, micro_batches=micro_batches, accumulate_in_node=True)
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         trainer.optimizer.zero_grad()
         losses.append(trainer.backward())
         losses.append(nn.utils.clip_grad_norm_(trainer.net.parameters(), 0.5).full_tensor().item())  # type: ignore[attr-defined]
