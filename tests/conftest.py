@@ -14,6 +14,9 @@ LONG = (
 )
 """Files and folders with the tests that take longest."""
 
+collect_ignore = ["integrations/hugging_face.py", "integrations/titan.py", "lab/lora.py"]
+"""Imported on ranks only, and not for doctests: frameworks take seconds, in each worker, and warn."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long ones first, so that in the end no worker is alone with them."""

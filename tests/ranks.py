@@ -8,7 +8,8 @@ To import torch takes more time than most jobs. So two processes, the templates,
 ranks are forked from them, in turn. Two, and not one: each has hash seeds of its own, so ranks that do
 something in the order of a set of strings still do it in different orders, as on a cluster. A template has no
 threads and no process group, and runs nothing else, so a fork is a whole process. Whose jobs need more (a
-framework) lets the templates import it first: twice, and not on every rank.
+framework) lets the templates import it first: twice, and not on every rank. And not in pytest, each worker of
+which imports all files of tests: what only jobs need stands there below `if TYPE_CHECKING or ON_A_RANK`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+ON_A_RANK = multiprocessing.parent_process() is not None
+"""Whether this process is a rank or a template; see [Note: Templates]."""
 GRACE_SECONDS = 5.0
 LONGEST_BIRTH = 1 << 16
 IMPORTED = (

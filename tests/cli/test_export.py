@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.ranks import Ranks
 from tests.train.runs import small_run, train_here
@@ -17,6 +16,8 @@ from zeropp.train.metrics import FILE_NAME, Metrics
 
 
 def test_an_exported_model_has_the_validation_loss_of_its_run(ranks: Ranks, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     run = small_run(tmp_path / "run", zeropp=Config.off(node_size=2))
     ranks.run(train_here, run)
     exported = tmp_path / "exported"

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from torch import nn
 
 import zeropp
 from tests.configs import CONFIGS
-from tests.integrations.hugging_face import make_accelerator, make_llama, tokens, with_lora
-from tests.ranks import Ranks
-from zeropp.integrations.accelerate import attach
+from tests.ranks import ON_A_RANK, Ranks
+
+if TYPE_CHECKING or ON_A_RANK:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    from tests.integrations.hugging_face import make_accelerator, make_llama, tokens, with_lora
+    from zeropp.integrations.accelerate import attach
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = None

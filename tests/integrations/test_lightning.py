@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -19,8 +15,35 @@ from torch.utils.data import DataLoader
 import zeropp
 from tests.configs import CONFIGS
 from tests.integrations.environment import set_environment
-from tests.ranks import Ranks
-from zeropp.integrations.lightning import ZeroppCallback, parallelize
+from tests.ranks import ON_A_RANK, Ranks
+
+if TYPE_CHECKING or ON_A_RANK:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from zeropp.integrations.lightning import ZeroppCallback, parallelize
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_model()
+            self.losses: list[float] = []
+            self.times_configured = 0
+
+        def configure_model(self) -> None:
+            if self.times_configured == 0:
+                shard(self.net, self.device_mesh)  # type: ignore[arg-type]
+            self.times_configured += 1
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            loss = self.net(batch[0]).square().mean()
+            self.losses.append(float(loss.detach()))
+            return loss  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Block(nn.Module):
@@ -47,27 +70,6 @@ def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 def data(rank: int, batches: int = 8) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(4, 64, generator=generator) for _ in range(batches)]
-
-
-class Module(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_model()
-        self.losses: list[float] = []
-        self.times_configured = 0
-
-    def configure_model(self) -> None:
-        if self.times_configured == 0:
-            shard(self.net, self.device_mesh)  # type: ignore[arg-type]
-        self.times_configured += 1
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        loss = self.net(batch[0]).square().mean()
-        self.losses.append(float(loss.detach()))
-        return loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def _fit(config: zeropp.Config | None, accumulate: int) -> tuple[list[float], float]:

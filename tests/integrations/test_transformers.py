@@ -6,43 +6,62 @@ from __future__ import annotations
 import logging
 import logging.handlers
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from accelerate import Accelerator
-from datasets import Dataset  # type: ignore[import-untyped]
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.distributed.configuration_utils import DistributedConfig
-from trl.models.utils import prepare_fsdp
-from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.dpo_trainer import DPOTrainer
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
 import zeropp
 from tests.configs import CONFIGS
-from tests.integrations.hugging_face import (
-    VOCABULARY,
-    forget_accelerators,
-    make_llama,
-    shard_on_cpu,
-    with_lora,
-)
-from tests.ranks import Ranks
-from zeropp.integrations.transformers import ZeroppCallback
+from tests.ranks import ON_A_RANK, Ranks
+
+if TYPE_CHECKING or ON_A_RANK:
+    from accelerate import Accelerator
+    from datasets import Dataset  # type: ignore[import-untyped]
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import (
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Trainer,
+        TrainerCallback,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from trl.models.utils import prepare_fsdp
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from tests.integrations.hugging_face import (
+        VOCABULARY,
+        forget_accelerators,
+        make_llama,
+        shard_on_cpu,
+        with_lora,
+    )
+    from zeropp.integrations.transformers import ZeroppCallback
+
+    class Sent(TrainerCallback):
+        """Bytes across nodes of each step, from the ledgers of a callback's models."""
+
+        def __init__(self, callback: ZeroppCallback) -> None:
+            self.callback = callback
+            self.model: list[int] = []
+            self.others: list[int] = []
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            assert self.callback.zpp is not None
+            for sent, zpps in ((self.model, [self.callback.zpp]), (self.others, self.callback.others)):
+                sent.append(sum(zpp.ledger.total().across_bytes for zpp in zpps))
+                for zpp in zpps:
+                    zpp.ledger.reset()
+
 
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -57,25 +76,13 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class Sent(TrainerCallback):
-    """Bytes across nodes of each step, from the ledgers of a callback's models."""
-
-    def __init__(self, callback: ZeroppCallback) -> None:
-        self.callback = callback
-        self.model: list[int] = []
-        self.others: list[int] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        assert self.callback.zpp is not None
-        for sent, zpps in ((self.model, [self.callback.zpp]), (self.others, self.callback.others)):
-            sent.append(sum(zpp.ledger.total().across_bytes for zpp in zpps))
-            for zpp in zpps:
-                zpp.ledger.reset()
-
-
-def test_a_model_that_never_steps_cannot_choose() -> None:
+def _never_steps() -> None:
     with pytest.raises(ValueError, match="config is 'auto' with others"):
         ZeroppCallback("auto", others=[nn.Linear(1, 1)])
+
+
+def test_a_model_that_never_steps_cannot_choose(ranks: Ranks) -> None:
+    ranks.run(_never_steps, world=1)
 
 
 def sequences(count: int = 64) -> Dataset:
@@ -257,10 +264,14 @@ def _sharded_by_transformers(
     return losses_of(trainer), per_parameter(sent.model, model) if sent else []
 
 
+def _save_pretrained(folder: str) -> None:
+    make_llama().save_pretrained(folder)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_model_that_transformers_shards(ranks: Ranks, tmp_path: Path, accumulate: int) -> None:
     pretrained = str(tmp_path / "pretrained")
-    make_llama().save_pretrained(pretrained)
+    ranks.run(_save_pretrained, pretrained, world=1)
     plain = ranks.run(_sharded_by_transformers, str(tmp_path), pretrained, None, accumulate)
     off = ranks.run(_sharded_by_transformers, str(tmp_path), pretrained, zeropp.Config.off(), accumulate)
     assert [losses for losses, _ in off] == [losses for losses, _ in plain]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from zeropp.models.loading import ModelConfig
 
@@ -15,48 +16,49 @@ SMALL = ModelConfig(
     "tiny", layers=3, width=48, heads=3, context=CONTEXT, vocab_size=VOCABULARY, precision="fp32"
 )
 
-# No token begins or ends a text: the usual ids are not in so small a vocabulary.
-HF_CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
-    "gpt2": GPT2Config(  # its head is the embedding
-        vocab_size=VOCABULARY,
-        n_embd=48,
-        n_layer=3,
-        n_head=3,
-        n_positions=CONTEXT,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
-    "mixtral": MixtralConfig(  # experts
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
+# What their config.json says. No token begins or ends a text: the usual ids are not in so small a vocabulary.
+HF_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "gpt2": {  # its head is the embedding
+        "vocab_size": VOCABULARY,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 3,
+        "n_positions": CONTEXT,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "mixtral": {  # experts
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
 }
 
 
 def hugging_face(kind: str, folder: Path) -> ModelConfig:
     """The model of a config.json, written to `folder`."""
-    HF_CONFIGS[kind].save_pretrained(folder / kind)
+    (folder / kind).mkdir()
+    (folder / kind / "config.json").write_text(json.dumps({"model_type": kind} | HF_CONFIGS[kind]))
     return ModelConfig(f"hf:{folder / kind}", precision="fp32")
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +80,8 @@ def test_token_files(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_rows_of_a_dataset(tmp_path: Path) -> None:
+    from datasets import Dataset  # type: ignore[import-untyped]
+
     Dataset.from_dict({"text": ["öne", "", "two"], "id": [1, 2, 3]}).save_to_disk(tmp_path / "text")
     assert everything(f"hf:{tmp_path}/text") == list("önetwo".encode())
     Dataset.from_dict({"input_ids": [[1, 50_000], [], [3]]}).save_to_disk(tmp_path / "tokens")
@@ -113,6 +114,8 @@ def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dataset_without_tokens_is_refused(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
     Dataset.from_dict({"label": [1]}).save_to_disk(tmp_path / "labels")
     with pytest.raises(ValueError, match="has the columns label; expected 'input_ids' or 'text'"):
         open_documents(f"hf:{tmp_path}/labels")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM
 
 from tests.models.samples import HF_CONFIGS, SMALL, hugging_face, tokens
 from tests.ranks import Ranks
@@ -25,6 +24,8 @@ def disturb(model: nn.Module) -> None:
 
 
 def logits_of_folder(folder: Path) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         return model.eval()(tokens()).logits  # type: ignore[no-any-return]

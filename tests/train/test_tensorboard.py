@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
-
 from zeropp.train.run_events import Evaluation, RunInfo, StepRecord
 from zeropp.train.tensorboard import TensorBoard
 
@@ -20,6 +18,8 @@ def write(folder: Path, first: int, last: int, loss: float) -> None:
 
 
 def test_a_resumed_run_hides_the_steps_that_it_does_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
     write(tmp_path, 1, 6, loss=1.0)
     write(tmp_path, 5, 7, loss=2.0)
     reader = EventAccumulator(str(tmp_path))
