@@ -9,7 +9,7 @@ ranks are forked from them, in turn. Two, and not one: each has hash seeds of it
 something in the order of a set of strings still do it in different orders, as on a cluster. A template has no
 threads and no process group, and runs nothing else, so a fork is a whole process. Whose jobs need more (a
 framework) lets the templates import it first: twice, and not on every rank. And not in pytest, each worker of
-which imports all files of tests: what only jobs need stands there below `if TYPE_CHECKING or ON_A_RANK`.
+which imports all files of tests: what only jobs need stands there below `if TYPE_CHECKING or on_a_rank()`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-ON_A_RANK = multiprocessing.parent_process() is not None
-"""Whether this process is a rank or a template; see [Note: Templates]."""
+from zeropp.quick_import import import_quickly
+
 GRACE_SECONDS = 5.0
 LONGEST_BIRTH = 1 << 16
 IMPORTED = (
@@ -43,6 +42,11 @@ IMPORTED = (
     "tests.configs",
     "tests.training",
 )
+
+
+def on_a_rank() -> bool:
+    """Whether this process is a rank or a template; see [Note: Templates]."""
+    return multiprocessing.parent_process() is not None
 
 
 class RankError(AssertionError):
@@ -179,7 +183,7 @@ def _fork_ranks(control: socket.socket) -> None:
             return
         imported, life = pickle.loads(birth)
         for module in imported:
-            import_module(module)
+            import_quickly(module)
         assert len(os.listdir("/proc/self/task")) == 1, "a template with threads cannot be forked"
         known = _collect_garbage(known)
         if os.fork() == 0:

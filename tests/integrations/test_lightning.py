@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 import zeropp
 from tests.configs import CONFIGS
 from tests.integrations.environment import set_environment
-from tests.ranks import ON_A_RANK, Ranks
+from tests.ranks import Ranks, on_a_rank
 
-if TYPE_CHECKING or ON_A_RANK:
+if TYPE_CHECKING or on_a_rank():
     from lightning.fabric import Fabric
     from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
     from lightning.pytorch import LightningModule, Trainer

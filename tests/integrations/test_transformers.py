@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 import zeropp
 from tests.configs import CONFIGS
-from tests.ranks import ON_A_RANK, Ranks
+from tests.ranks import Ranks, on_a_rank
 
-if TYPE_CHECKING or ON_A_RANK:
+if TYPE_CHECKING or on_a_rank():
     from accelerate import Accelerator
     from datasets import Dataset  # type: ignore[import-untyped]
     from tokenizers import Tokenizer
