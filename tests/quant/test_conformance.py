@@ -30,6 +30,7 @@ class Implementation:
     """Per test; lower it for an implementation that is slow to run."""
     max_numel: int
     """Elements of a row."""
+    max_rows: int = 5
     option_examples: int = 12
     """Examples for formats that rotate or round at random: they share most of the code with the others."""
     shares_work: bool = False
@@ -80,7 +81,7 @@ def formats(draw: st.DrawFn, bits: int, option: str) -> BlockFormat:
 @st.composite
 def cases(draw: st.DrawFn, implementation: Implementation, bits: int, option: str) -> Case:
     sizes = st.sampled_from(AWKWARD_SIZES) | st.integers(0, implementation.max_numel)
-    rows = draw(st.integers(1, 5))
+    rows = draw(st.integers(1, implementation.max_rows))
     return Case(
         implementation=implementation,
         fmt=draw(formats(bits, option)),

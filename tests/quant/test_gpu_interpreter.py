@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ else:
     # Imported, the conformance tests run here too, with the `implementation` below.
     __all__ = ["test_decode", "test_decode_sum", "test_encode", "test_recode"]
 
-    GPU = Implementation("gpu", gpu, max_examples=4, max_numel=5000, option_examples=2)
+    # Three rows: fewer, and every order is its own inverse; more are more programs of the same kind.
+    GPU = Implementation("gpu", gpu, max_examples=4, max_numel=5000, max_rows=3, option_examples=2)
 
     @pytest.fixture
     def implementation() -> Implementation:
@@ -64,6 +66,11 @@ else:
         with np.errstate(all="ignore"):
             yield
 
+    @cache
+    def languages(function: Any) -> tuple[bool, ...]:
+        """Which modules of triton's language the function sees."""
+        return tuple(any(value is lang for value in function.__globals__.values()) for lang in (tl, tl.core))
+
     @pytest.fixture(autouse=True)
     def patches_once(monkeypatch: pytest.MonkeyPatch) -> None:
         """The interpreter replaces triton's language for a kernel, and again, which takes half of the time,
@@ -72,9 +79,7 @@ else:
         patched: set[tuple[bool, ...]] = set()
 
         def patch_once(function: Any) -> Any:
-            seen = tuple(
-                any(value is lang for value in function.__globals__.values()) for lang in (tl, tl.core)
-            )
+            seen = languages(function)
             if seen in patched:
                 return interpreter._LangPatchScope()
             patched.add(seen)
@@ -86,6 +91,19 @@ else:
 
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_kernel)
+
+    @pytest.fixture(autouse=True)
+    def remembers_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+        """For each operation the interpreter makes a table of all dtypes, to look for one in it."""
+        look, found = interpreter._get_np_dtype, {}
+
+        def look_once(dtype: Any) -> Any:
+            name = str(dtype.scalar)
+            if name not in found:
+                found[name] = look(dtype)
+            return found[name]
+
+        monkeypatch.setattr(interpreter, "_get_np_dtype", look_once)
 
     @pytest.mark.parametrize("bits", [8, 4])
     @pytest.mark.parametrize("block_size", BLOCK_SIZES)
