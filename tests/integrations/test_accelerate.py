@@ -214,7 +214,8 @@ def _two_adapters() -> tuple[list[float], list[float], list[float]]:
         accelerator = make_accelerator()
         model: Any = with_lora(make_llama(hidden=128))
         model.add_adapter("other", model.peft_config["default"])
-        optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if "lora" in name], lr=1e-3)
+        adapters = [p for name, p in model.named_parameters() if "lora" in name]
+        optimizer = torch.optim.AdamW(adapters, lr=1e-3, fused=True)
         for name, p in model.named_parameters():
             if ".other." in name:
                 p.requires_grad_(True)

@@ -43,7 +43,9 @@ MAX_REPORTS = 200
 """Reports of one kind that are kept while watching, at most."""
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("machine.cpp", "device.cpp", "collectives.cpp")]
-HEADERS = [HERE / name for name in ("clocks.h", "machine.h")]
+LESS = HERE / "less"
+"""Headers that are read in place of torch's."""
+HEADERS = [HERE / name for name in ("clocks.h", "machine.h")] + [LESS / "ATen" / "ATen.h"]
 
 
 @dataclass
@@ -127,7 +129,7 @@ def build() -> Path:
     if target.exists():
         return target
     temporary = target.with_suffix(f".{os.getpid()}")  # another session may be making the same
-    includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+    includes = [f"-I{path}" for path in (LESS, *include_paths(), sysconfig.get_path("include"))]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     flags = ["-std=c++20", "-O0", "-fPIC", "-w", abi, "-DUSE_DISTRIBUTED"]
     libraries = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
