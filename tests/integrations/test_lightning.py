@@ -43,7 +43,7 @@ if TYPE_CHECKING or on_a_rank():
             return loss  # type: ignore[no-any-return]
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 class Block(nn.Module):
@@ -121,7 +121,7 @@ def _fabric(config: zeropp.Config | None) -> tuple[list[float], int]:
     fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy)
     fabric.launch()
     model: Any = fabric.setup(make_model())
-    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
     losses, held = [], 0
     for number, batch in enumerate(data(dist.get_rank())):
         is_last = number % 2 == 1
