@@ -15,15 +15,18 @@ import torch.distributed as dist
 
 import zeropp
 from tests.training import Trainer
+from zeropp import auto
 from zeropp.auto import DEFAULT, NODE_SHARD, PLAIN, TIMED_STEPS, WARM_UP_STEPS, Search
 
 NODES = {"LOCAL_WORLD_SIZE": "2"}
 OVERLAPPED = f"{PLAIN}, overlapped"
-VISIT = WARM_UP_STEPS + TIMED_STEPS
-LONGEST = 2 * 4 * VISIT + 1
+LONGEST = 2 * 4 * (WARM_UP_STEPS + TIMED_STEPS) + 1
 """Steps that a search of four candidates takes at most."""
+VISIT = 2
+short_visits = patch.multiple(auto, WARM_UP_STEPS=VISIT - 1, TIMED_STEPS=1)
+"""Around a job that is not about what is chosen: visits of two steps."""
 STARTS = {PLAIN: 0, OVERLAPPED: VISIT + 1, NODE_SHARD: 2 * VISIT + 1, DEFAULT: 3 * VISIT + 1}
-"""After how many steps each is tried first: the clock starts with the first one."""
+"""After how many steps each is tried first, in short visits: the clock starts with the first one."""
 TO_THE_LAST = STARTS[DEFAULT] + 2
 """Steps until all were tried."""
 Slow = Literal["large messages", "messages", "nothing"]

@@ -25,6 +25,7 @@ from tests.searches import (
     VISIT,
     Slow,
     logged,
+    short_visits,
     slow,
     start,
     until_chosen,
@@ -82,6 +83,7 @@ def test_where_plain_fsdp2_is_fastest_it_stays(ranks: Ranks) -> None:
         assert result["config"] == zeropp.Config.off(overlap=result["chosen"] == OVERLAPPED)
 
 
+@short_visits
 def _left_out(hosts: str) -> tuple[list[str], str, list[float], list[float]]:
     """A search on ranks of these hosts, one letter each; and what plain FSDP2 does."""
     with logged() as text, patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
@@ -112,6 +114,7 @@ def test_where_nothing_is_sent_there_is_nothing_to_search(ranks: Ranks) -> None:
     assert f"auto has chosen {PLAIN}: nothing else can be tried here" in text
 
 
+@short_visits
 def _accumulate(flushes: bool) -> dict[str, Any]:
     """Two micro-batches a step: what waits after the first one, by candidate."""
     trainer, zpp, search = start()
@@ -167,6 +170,7 @@ def test_gradients_accumulate_as_each_candidate_can(
         }
 
 
+@short_visits
 def _no_sync() -> dict[str, Any]:
     """A loop that has `no_sync`: where FSDP2 would hold gradients, plain FSDP2 does."""
     trainer, zpp, search = start()
@@ -190,6 +194,7 @@ def test_a_loop_with_no_sync_holds_what_it_held(ranks: Ranks) -> None:
     assert ranks.run(_no_sync, env=NODES) == [expected] * 4
 
 
+@short_visits
 def _resume(folder: str) -> dict[str, Any]:
     path = Path(folder, f"{dist.get_rank()}.pt")
     trainer, zpp, search = start()
@@ -235,6 +240,7 @@ def test_a_resumed_run_does_not_search_again(ranks: Ranks, tmp_path: Path) -> No
         assert outcome["others"] == (True, None, False)
 
 
+@short_visits
 def _ended() -> dict[str, Any]:
     """A search that is ended in the middle: by set_config, by another apply, by remove; and one that goes on
     after an error of the loop."""
@@ -291,6 +297,7 @@ def test_what_ends_a_search_and_what_does_not(ranks: Ranks) -> None:
         assert outcome["error"]
 
 
+@short_visits
 def _several_optimizers(in_backward: bool) -> dict[str, int]:
     """An optimizer for each parameter: after how many steps each candidate is tried first."""
     trainer, zpp, search = start()
@@ -318,6 +325,7 @@ def test_several_optimizers_make_one_step(ranks: Ranks, in_backward: bool) -> No
     assert ranks.run(_several_optimizers, in_backward, env=NODES) == [STARTS] * 4
 
 
+@short_visits
 def _waiting_gradients() -> dict[str, int]:
     """One block accumulates over two steps of the others: after how many of these each candidate is tried."""
     trainer, zpp, search = start()
