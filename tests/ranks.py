@@ -7,9 +7,10 @@ module level and its arguments; what it returns on each rank comes back as a lis
 To import torch takes more time than most jobs. So two processes, the templates, import what ranks need, and
 ranks are forked from them, in turn. Two, and not one: each has hash seeds of its own, so ranks that do
 something in the order of a set of strings still do it in different orders, as on a cluster. A template has no
-threads and no process group, and runs nothing else, so a fork is a whole process. Whose jobs need more (a
-framework) lets the templates import it first: twice, and not on every rank. And not in pytest, each worker of
-which imports all files of tests: what only jobs need stands there below `if TYPE_CHECKING or on_a_rank()`.
+threads and no process group, so a fork is a whole process. It runs nothing but one codec, once: where numba
+runs its first kernel, it takes a quarter second. Whose jobs need more (a framework) lets the templates import
+it first: twice, and not on every rank. And not in pytest, each worker of which imports all files of tests:
+what only jobs need stands there below `if TYPE_CHECKING or on_a_rank()`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,7 @@ def _fork_ranks(control: socket.socket) -> None:
         imported, life = pickle.loads(birth)
         for module in imported:
             import_quickly(module)
+        _run_a_kernel()
         assert len(os.listdir("/proc/self/task")) == 1, "a template with threads cannot be forked"
         known = _collect_garbage(known)
         if os.fork() == 0:
@@ -192,6 +195,17 @@ def _fork_ranks(control: socket.socket) -> None:
             _serve(Connection(lines[0]), *pickle.loads(life))
             os._exit(0)
         os.close(lines[0])
+
+
+@cache
+def _run_a_kernel() -> None:
+    """See [Note: Templates]."""
+    import torch
+
+    from zeropp.quant import make_codec
+
+    codec = make_codec("int8", torch.float32, 128)
+    codec.encode(torch.zeros(1, 1), torch.empty(1, codec.row_bytes(1), dtype=torch.uint8))
 
 
 def _collect_garbage(known: int) -> int:
