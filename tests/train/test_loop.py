@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import Ranks
+from tests.searches import VISIT, short_visits
 from tests.train.runs import small_run, train_here
 from zeropp import Config
 from zeropp.train.checkpoint import steps_in
-from zeropp.train.config import CheckpointConfig, Run
+from zeropp.train.config import CheckpointConfig, EvaluationConfig, Run
 from zeropp.train.loop import ResumeError
 from zeropp.train.metrics import FILE_NAME, Metrics
 from zeropp.train.run_events import Listener, StepRecord, Summary
@@ -55,17 +56,19 @@ def train_with_signal(run: Run, step: int) -> Summary:
 def test_a_signal_to_one_rank_saves_and_resuming_changes_no_bit(
     ranks: Ranks, tmp_path: Path, config: Config
 ) -> None:
-    whole = small_run(tmp_path / "whole", zeropp=config)
+    often = {"checkpoint": CheckpointConfig(every=2), "evaluation": EvaluationConfig(every=2, batches=2)}
+    whole = small_run(tmp_path / "whole", zeropp=config, steps=4, **often)
     parts = replace(whole, folder=tmp_path / "parts")
     ranks.run(train_here, whole)
     parts.folder.mkdir()
-    summaries = ranks.run(train_with_signal, parts, 5)
-    assert all((summary.step, summary.is_complete) == (6, False) for summary in summaries)
-    assert sorted(steps_in(parts.folder / "checkpoints")) == [4, 6]
+    summaries = ranks.run(train_with_signal, parts, 2)
+    assert all((summary.step, summary.is_complete) == (3, False) for summary in summaries)
+    assert sorted(steps_in(parts.folder / "checkpoints")) == [2, 3]
     assert ranks.run(train_here, parts)[0].is_complete
     assert losses(parts) == losses(whole)
     assert validation_losses(parts) == validation_losses(whole)
-    assert [start.first_step for start in Metrics(parts.folder / FILE_NAME).starts] == [1, 7]
+    assert len(validation_losses(whole)) == 2  # one of them after the resume
+    assert [start.first_step for start in Metrics(parts.folder / FILE_NAME).starts] == [1, 4]
 
 
 class Notes(Listener):
@@ -76,6 +79,7 @@ class Notes(Listener):
         self.texts.append(text)
 
 
+@short_visits
 def notes_of(run: Run) -> list[str]:
     notes = Notes()
     train_here(run, notes)
@@ -83,24 +87,25 @@ def notes_of(run: Run) -> list[str]:
 
 
 def test_a_config_that_was_chosen_stays_when_a_run_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    run = small_run(tmp_path, zeropp="auto", steps=40, checkpoint=CheckpointConfig(every=0))
+    steps = 2 * 3 * VISIT + 2  # of three candidates, on one node
+    run = small_run(tmp_path, zeropp="auto", steps=steps, checkpoint=CheckpointConfig(every=0))
     (begins, chosen), *_ = ranks.run(notes_of, run, world=2)
     assert begins.startswith("auto tries plain FSDP2, ")
     assert chosen.startswith("auto has chosen ")
-    assert ranks.run(notes_of, replace(run, steps=42), world=2)[0] == [chosen]
+    assert ranks.run(notes_of, replace(run, steps=steps + 2), world=2)[0] == [chosen]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Four ranks, then two with twice the micro-batches: the same data, summed in another order."""
     config = Config.off(node_size=2)
-    whole = small_run(tmp_path / "whole", zeropp=config)
+    whole = small_run(tmp_path / "whole", zeropp=config, steps=4)
     first = replace(whole, folder=tmp_path / "parts")
     ranks.run(train_here, whole)
     first.folder.mkdir()
-    ranks.run(train_with_signal, first, 3)
+    ranks.run(train_with_signal, first, 1)
     second = replace(first, batch=replace(first.batch, micro_batches=4))
     ranks.run(train_here, second, world=2)
-    assert len(losses(second)) == 8
+    assert len(losses(second)) == 4
     assert losses(second) == pytest.approx(losses(whole), rel=1e-4)
 
 
