@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -123,9 +125,15 @@ MODES: list[Callable[[], Net]] = [
 ]  # fmt: skip
 
 
+@cache
+def trained(ranks: Ranks, make: Callable[[], Net]) -> list[Any]:
+    """Losses and hops of each rank, under plain FSDP2 and two Configs, the default first."""
+    return ranks.run(losses_and_hops, make, None, CONFIGS["default"], CONFIGS["four_bit"])
+
+
 @pytest.mark.parametrize("make", MODES)
 def test_trains_like_plain_fsdp2(ranks: Ranks, make: Callable[[], Net]) -> None:
-    for outcomes in ranks.run(losses_and_hops, make, None, CONFIGS["default"], CONFIGS["four_bit"]):
+    for outcomes in trained(ranks, make):
         (plain, _), *ours = outcomes
         for losses, hops in ours:
             assert losses == pytest.approx(plain, rel=0.01)
@@ -137,8 +145,8 @@ def test_trains_like_plain_fsdp2(ranks: Ranks, make: Callable[[], Net]) -> None:
     "make", [bf16_params_bf16_reduce, offloaded, checkpointed, grouped, resharded_to_two]
 )
 def test_secondary_is_exact_in_other_modes(ranks: Ranks, make: Callable[[], Net]) -> None:
-    configs = [zeropp.Config(node_size=2, secondary=secondary) for secondary in (True, False)]
-    (kept, _), (not_kept, _) = ranks.run(losses_and_hops, make, *configs)[0]
+    _, (kept, _), _ = trained(ranks, make)[0]
+    ((not_kept, _),) = ranks.run(losses_and_hops, make, replace(CONFIGS["default"], secondary=False))[0]
     assert kept == not_kept
 
 
@@ -175,14 +183,18 @@ def _tensor_parallel(config: zeropp.Config | None, tp: int) -> tuple[list[float]
     return losses, "" if zpp is None else zpp.summary()
 
 
+@cache
+def plain_parallel(ranks: Ranks, tp: int, world: int) -> list[tuple[list[float], str]]:
+    return ranks.run(_tensor_parallel, None, tp, world=world)
+
+
 @pytest.mark.parametrize(
     ("world", "tp", "node_size", "layout"),
     [(4, 2, 2, "2 nodes x 1 rank"), (6, 2, 2, "3 nodes x 1 rank"), (4, 2, 4, "1 node x 2 ranks")],
 )
 def test_tensor_parallel_on_a_2d_mesh(ranks: Ranks, world: int, tp: int, node_size: int, layout: str) -> None:
-    plain = ranks.run(_tensor_parallel, None, tp, world=world)
     ours = ranks.run(_tensor_parallel, zeropp.Config(node_size=node_size), tp, world=world)
-    for (expected, _), (found, summary) in zip(plain, ours, strict=True):
+    for (expected, _), (found, summary) in zip(plain_parallel(ranks, tp, world), ours, strict=True):
         assert found == pytest.approx(expected, rel=0.02)
         assert found != expected
         assert layout in summary

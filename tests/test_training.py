@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import pytest
@@ -47,7 +48,7 @@ def test_off_is_plain_fsdp2_bit_for_bit(ranks: Ranks, micro_batches: int) -> Non
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_secondary_on_and_off_are_equal_bit_for_bit(ranks: Ranks, optimizer: str, micro_batches: int) -> None:
     """With an evaluation after every step and a checkpoint loaded in the middle."""
     on, off = (
@@ -58,14 +59,19 @@ def test_secondary_on_and_off_are_equal_bit_for_bit(ranks: Ranks, optimizer: str
     assert len(set(on[0]["losses"])) > 4  # the run did move
 
 
+@cache
+def _losses(ranks: Ranks, config: zeropp.Config | None, world: int) -> list[float]:
+    """Of some steps. Plain FSDP2 knows no nodes: all shapes of one world share it."""
+    first, *_ = ranks.run(_train, config, 4, "adamw-foreach", 2, True, False, world=world)
+    losses: list[float] = first["losses"]
+    return losses
+
+
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3), (1, 3), (3, 1), (6, 1)])
 def test_every_layout_trains_like_plain(ranks: Ranks, shape: tuple[int, int]) -> None:
     nodes, per_node = shape
     ours = [replace(CONFIGS[name], node_size=per_node) for name in ("default", "four_bit")]
-    plain, *losses = (
-        ranks.run(_train, config, 4, "adamw-foreach", 2, True, False, world=nodes * per_node)[0]["losses"]
-        for config in (None, *ours)
-    )
+    plain, *losses = (_losses(ranks, config, nodes * per_node) for config in (None, *ours))
     for found in losses:
         assert found == pytest.approx(plain, rel=0.02)
         assert found != plain
