@@ -18,7 +18,7 @@ from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import Trainer
 
-STEPS, STOP_AFTER = 5, 3
+STEPS, STOP_AFTER = 4, 2
 
 
 def _run(config: zeropp.Config, folder: str, stop_after: int | None, evaluate: bool) -> list[float]:
