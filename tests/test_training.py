@@ -37,7 +37,7 @@ def _train(
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_off_is_plain_fsdp2_bit_for_bit(ranks: Ranks, micro_batches: int) -> None:
     plain, off = (
-        ranks.run(_train, config, 3, "adamw-foreach", micro_batches, False, False)
+        ranks.run(_train, config, 3, "adamw-fused", micro_batches, False, False)
         for config in (None, zeropp.Config.off())
     )
     for before, after in zip(plain, off, strict=True):
@@ -62,7 +62,7 @@ def test_secondary_on_and_off_are_equal_bit_for_bit(ranks: Ranks, optimizer: str
 @cache
 def _losses(ranks: Ranks, config: zeropp.Config | None, world: int) -> list[float]:
     """Of some steps. Plain FSDP2 knows no nodes: all shapes of one world share it."""
-    first, *_ = ranks.run(_train, config, 4, "adamw-foreach", 2, True, False, world=world)
+    first, *_ = ranks.run(_train, config, 4, "adamw-fused", 2, True, False, world=world)
     losses: list[float] = first["losses"]
     return losses
 
@@ -148,7 +148,7 @@ def _frozen_run() -> dict[str, int]:
     for p in trainer.net.blocks[0].parameters():
         p.requires_grad_(False)
     trainer.zpp = zeropp.apply(trainer.net, ON_2X2)
-    trainer.optimizer = OPTIMIZERS["adamw-foreach"](trainer.net.parameters())  # frozen ones are in it, too
+    trainer.optimizer = OPTIMIZERS["adamw-fused"](trainer.net.parameters())  # frozen ones are in it, too
     for _ in range(3):
         trainer.step()
     ledger = trainer.zpp.ledger
