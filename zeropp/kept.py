@@ -24,7 +24,7 @@ class Kept:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return self.node_shard + self.errors + self.pending
 
     def __add__(self, other: Kept) -> Kept:
         pairs = zip(astuple(self), astuple(other), strict=True)

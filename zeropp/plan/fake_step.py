@@ -20,7 +20,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     unset_fake_temporarily,
 )
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -32,6 +31,7 @@ from .. import Config, apply
 from ..comm.lanes import MOST_JOBS
 from ..models.sharding import shard_blocks
 from ..strategies import Strategy
+from .fake_mode import QuickFakeTensorMode
 from .memory_estimate import LiveStorages, MemoryEstimate, nbytes_of
 from .models import Model, PlanError, are_alike, find_blocks, loss_of, raised_by_user
 from .repeat_layers import Part
@@ -72,7 +72,7 @@ def record_step(scenario: Scenario, strategy: Strategy, layers: int | None = Non
     try:
         mesh = init_device_mesh("cpu", (scenario.world_size,))  # outside the mode: a mesh has content
         options = {"mesh": mesh} | strategy.sharding_options(scenario.ranks_per_node)
-        with _no_logs(), _explained(scenario.model), FakeTensorMode(allow_non_fake_inputs=True):
+        with _no_logs(), _explained(scenario.model), QuickFakeTensorMode(allow_non_fake_inputs=True):
             return _FakeStep(scenario, strategy, options, layers).run()
     finally:
         dist.destroy_process_group()
@@ -103,15 +103,17 @@ class _FakeStep:
             comms.unit.name: torch.optim.AdamW(comms.unit.params, fused=True)
             for comms in self._zpp.unit_comms
         }
-        self._state_bytes = 0
+        self._shard_bytes = self._state_bytes = 0
         self._watch()
 
     def run(self) -> Recording:
-        self._recorder.start(self._breakdown)
         with self._recorder:
             self._step(micro_batches=1)
+            # From now on neither changes: FSDP2 is set up, and the optimizers have their state.
             states = [state for o in self._optimizers.values() for state in o.state.values()]
             self._state_bytes = nbytes_of(value for state in states for value in state.values())
+            self._shard_bytes = nbytes_of(self._parameters)
+            self._recorder.start(self._breakdown)
             parts = self._step(self._scenario.micro_batches)
         return Recording(
             parts,
@@ -170,7 +172,7 @@ class _FakeStep:
 
     def _breakdown(self) -> MemoryEstimate:
         """Memory now. What has no other name is an activation."""
-        shards = nbytes_of(self._parameters)
+        shards = self._shard_bytes
         gradients = nbytes_of(p.grad for p in self._parameters if p.grad is not None)
         node_shards, gathered = self._zpp.node_shard_bytes, self._storages.resized_bytes
         communication = self._zpp.communication_bytes - node_shards

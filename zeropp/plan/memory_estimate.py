@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor, UntypedStorage
 
@@ -37,11 +37,11 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        return sum(astuple(self))
+        return sum(vars(self).values())
 
     def grown(self, larger: MemoryEstimate, times: int) -> MemoryEstimate:
         """What comes after `times` steps like the one from here to `larger`."""
-        pairs = zip(astuple(self), astuple(larger), strict=True)
+        pairs = zip(vars(self).values(), vars(larger).values(), strict=True)
         return MemoryEstimate(*(mine + times * (theirs - mine) for mine, theirs in pairs))
 
 
@@ -51,8 +51,8 @@ class LiveStorages:
     >>> import torch
     >>> live = LiveStorages()
     >>> x = torch.zeros(10)
-    >>> live.see(x)
-    >>> live.see(x.view(2, 5))
+    >>> live.see(x), live.see(x.view(2, 5))
+    (True, False)
     >>> live.nbytes
     40
     >>> del x
@@ -79,15 +79,16 @@ class LiveStorages:
                 total += storage.nbytes()
         return total
 
-    def see(self, tensor: Tensor) -> None:
-        """An operation has returned this tensor."""
+    def see(self, tensor: Tensor) -> bool:
+        """An operation has returned this tensor. Whether its storage is a new one."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes or key in self._resized:
-            return
+            return False
         self._sizes[key] = storage.nbytes()
         self._fixed_bytes += storage.nbytes()
         weakref.finalize(storage, self._forget, key)
+        return True
 
     def see_resized(self, tensors: Iterable[Tensor]) -> None:
         """The storages of these tensors come and go by being resized."""

@@ -48,7 +48,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak_bytes = -1
 
     def start(self, breakdown: Callable[[], MemoryEstimate]) -> None:
-        """Record from now on. `breakdown` says what memory is used for at the moment."""
+        """Record from now on, and not only count storages. `breakdown` says what memory is used for at the
+        moment."""
         self._breakdown = breakdown
 
     def watch(self, unit: str, module: nn.Module) -> None:
@@ -110,14 +111,15 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         results = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
-        for tensor in results:
-            self._storages.see(tensor)
-        if func._overloadpacket == COPY_OUT:
+        are_new = [self._storages.see(tensor) for tensor in results]
+        fills_resized = func._overloadpacket == COPY_OUT
+        if fills_resized:
             self._storages.see_resized(kwargs["out"])
         if self._breakdown is not None:
             if not self._in_comm:
                 self._note_compute(func, args, kwargs or {}, out, results)
-            self._note_peak()
+            if fills_resized or any(are_new) or self._peak is None:  # nothing else makes memory grow
+                self._note_peak()
         return out
 
     def _note_compute(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
@@ -149,6 +151,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._flops = self._bytes_touched = 0
 
     def _append(self, event: Event) -> None:
+        if self._breakdown is None:
+            return
         self._note_peak()
         assert self._peak is not None
         self._recorded.append((event, self._peak))
