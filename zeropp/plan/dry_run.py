@@ -33,9 +33,10 @@ def dry_run(scenario: Scenario, strategy: Strategy, *, full: bool = False) -> Tr
         return _as_recorded(scenario, strategy, record_step(scenario, strategy))
     few = record_step(short, strategy, layers=RECORDED)
     if few.layers > RECORDED:
-        one_more = record_step(short, strategy, layers=RECORDED + 1)
-        if few.are_alike and _next_follows(few, one_more):
-            return _multiplied(scenario, strategy, few, one_more)
+        if few.are_alike:
+            one_more = record_step(short, strategy, layers=RECORDED + 1)
+            if _next_follows(few, one_more):
+                return _multiplied(scenario, strategy, few, one_more)
         logger.warning("zeropp: the layers of %s differ, so all of them are run", scenario.model.name)
         few = record_step(short, strategy)
     return _as_recorded(scenario, strategy, few)
