@@ -74,8 +74,8 @@ def mean_over_ranks(value: Tensor) -> float:
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
-    # Fused where nothing else is asked for: it is one operator. DTensor thinks about each new one, for those of
-    # the others more than a second on every new rank.
+    # Fused where nothing else is asked for: it is one operator. DTensor thinks about each new one, for those
+    # of the others more than a second on every new rank.
     "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "adamw-loop": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
