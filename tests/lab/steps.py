@@ -72,7 +72,7 @@ class Layers(nn.Sequential):
     """Linear layers that learn to copy."""
 
     def __init__(self) -> None:
-        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self.blocks = list(self)
 
     def loss(self, generator: torch.Generator) -> torch.Tensor:
