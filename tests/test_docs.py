@@ -1,4 +1,5 @@
-"""README and docs: links go somewhere, and tables can be read. That the site builds is `make docs`."""
+"""README and docs: links go somewhere, tables can be read, and the tour is whole. That the site builds is
+`make docs`."""
 
 from __future__ import annotations
 
@@ -44,3 +45,11 @@ def test_every_table_and_picture_is_linked() -> None:
     }
     figures = {*(ROOT / "docs/data").glob("*.csv"), *(ROOT / "docs/pictures").iterdir()}
     assert figures - linked == set()
+
+
+def test_the_tour_names_every_file_of_the_core() -> None:
+    tour = (ROOT / "README.md").read_text().partition("## A tour of the code")[2].partition("\n## ")[0]
+    core = [path for folder in (".", "comm", "quant") for path in (ROOT / "zeropp" / folder).glob("[!_]*.py")]
+    assert len(core) > 40
+    names = [str(path.relative_to(ROOT)) for path in core]
+    assert [name for name in names if f"({name})" not in tour] == []

@@ -242,7 +242,7 @@ def test_a_killed_peer_is_an_error_on_the_others_that_names_the_unit(ranks: Rank
 
 
 def _where_gradients_are() -> tuple[bool, bool, bool, str]:
-    """Of the last block: whether FSDP2 would make `.grad` of a buffer; and what is said if it did not."""
+    """Whether FSDP2 would make `.grad` of a buffer, for the last block; and what is said if it did not."""
     trainer = Trainer(zeropp.Config(node_size=2))
     zpp = cast(zeropp.ZeroPP, trainer.zpp)
     unit = zpp.unit_comms[-1].unit

@@ -148,7 +148,7 @@ def test_hop_groups_have_the_timeout_of_the_job(ranks: Ranks) -> None:
 
 
 def _changed_timeouts() -> tuple[set[float], set[float]]:
-    """Of two hops, and of the only one of a single node, whose group is not ours."""
+    """Timeouts of two hops, and of the only one of a single node, whose group is not ours."""
     for hop in Topology.of(world(), 2).hops():
         hop.set_timeout(timedelta(seconds=55))
     (only,) = Topology.of(world(), 4).hops()

@@ -61,7 +61,7 @@ def test_secondary_on_and_off_are_equal_bit_for_bit(ranks: Ranks, optimizer: str
 
 @cache
 def _losses(ranks: Ranks, config: zeropp.Config | None, world: int) -> list[float]:
-    """Of some steps. Plain FSDP2 knows no nodes: all shapes of one world share it."""
+    """Losses of some steps. Plain FSDP2 knows no nodes: all shapes of one world share it."""
     first, *_ = ranks.run(_train, config, 4, "adamw-fused", 2, True, False, world=world)
     losses: list[float] = first["losses"]
     return losses

@@ -57,7 +57,7 @@ WARM_UP_STEPS, TIMED_STEPS = 2, 4
 FAR_BEHIND = 1.2
 """A candidate whose first visit took so many times the fastest one's has no second visit."""
 AS_FAST = 1.01
-"""Of those that differ by less, the one stays that does less to numbers."""
+"""Candidates that differ by less are as fast: the one stays that does less to numbers."""
 
 PLAIN, NODE_SHARD, DEFAULT = "plain FSDP2", "node shard", "default"
 
@@ -80,7 +80,7 @@ class Search:
         self.chosen: str | None = PLAIN if len(candidates) == 1 else None
         """Name of the candidate that stays; None: not decided yet."""
         self.seconds: dict[str, list[float]] = {name: [] for name in self.candidates}
-        """Of a step, for each visit, on the slowest rank: the same on every rank."""
+        """How long a step took in each visit, on the slowest rank: the same on every rank."""
         self._units = list(units)
         self._pass = list(self.candidates)
         """What is visited, in this order, and ..."""
@@ -88,7 +88,7 @@ class Search:
         """... which of them now."""
         self._steps = 0
         self._times: list[float] = []
-        """Of this pass, on this rank."""
+        """How long steps took in this pass, on this rank."""
         self._clock: float | None = None
         self._stepped: set[int] = set()
         """Optimizers that have stepped in this step."""
@@ -100,7 +100,7 @@ class Search:
 
     @property
     def kept(self) -> Kept:
-        """Of the candidate that keeps most: there is one at a time."""
+        """What the candidate keeps that keeps most: there is one at a time."""
         return max((candidate.kept for candidate in self.candidates.values()), key=lambda kept: kept.total)
 
     def after_step(self, optimizer: Optimizer) -> None:

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
     parameter: weakref.ref[nn.Parameter]
     comms: UnitComms | None = None
-    """Of its unit; None: it is not ours."""
+    """Those of its unit; None: it is not ours."""
     number: int = 0
     """Which parameter of the unit it is."""
 

@@ -95,7 +95,7 @@ class LateGradients:
 
     def __init__(self) -> None:
         self._coming: dict[int, list[Reduction]] = {}
-        """By backward."""
+        """Reductions by the backward that they are of."""
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ class LateGradients:
         return sum(reduction.nbytes for coming in self._coming.values() for reduction in coming)
 
     def expect(self, reduction: Reduction) -> None:
-        """In a backward: add to `.grad` what will have been reduced."""
+        """At the end of the backward that runs now, add to `.grad` what will have been reduced."""
         backward = torch._C._current_graph_task_id()
         if backward not in self._coming:
             self._coming[backward] = []
@@ -184,7 +184,7 @@ class UnitOverlap:
         self._unit, self._overlap = unit, overlap
 
     def before_gather(self) -> None:
-        """In the training thread."""
+        """Called in the training thread."""
         if torch._C._current_graph_task_id() == -1:
             self._overlap.late.forget_failed()
         self._overlap.prefetch.gathers(self._unit)

@@ -44,7 +44,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    """That would take seconds. A process of its own: torch is here already."""
+    """To import it would take seconds. A process of its own: torch is here already."""
     code = "import sys, zeropp.cli; zeropp.cli.main(['--help']); print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -47,7 +47,7 @@ def test_every_way_to_train_is_measured_and_counted(ranks: Ranks) -> None:
     assert steps["Config.off()"].across_bytes > 8 * parameters
     assert steps[plain[0]].across_bytes is None
     assert all(0 <= step.hidden <= 1 for step in steps.values() if step.hidden is not None)
-    assert "1 turns of 8 ways" in first["results"][1].saw
+    assert "1 turns of 8 strategies" in first["results"][1].saw
     assert "to others, one rank alone" in first["results"][0].saw
 
 

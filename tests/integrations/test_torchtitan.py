@@ -31,7 +31,7 @@ class Run(NamedTuple):
     sent: float = 0.0
     """Bytes across nodes per parameter, in the second step."""
     timeouts: frozenset[float] = frozenset()
-    """Of hop groups, in seconds."""
+    """Those of hop groups, in seconds."""
 
 
 def _train(config: zeropp.Config | None, folder: str, accumulate: int, chunked_loss: bool) -> Run:

@@ -81,7 +81,7 @@ def peak_of_second_step(case: Case) -> int:
 
 
 def communication_bytes(case: Case) -> tuple[int, int]:
-    """Of a second step that overlaps: after it, and the most that is seen in the backward of every block."""
+    """After a second step that overlaps, and the most that is seen in it, in the backward of every block."""
     step, zpp, model = _prepare(case, overlap=True)
     step()
     seen: list[int] = []

@@ -72,7 +72,7 @@ class Watch:
 
     reports: list[Report] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """Of reports, by kind."""
+    """How many reports there are, by kind."""
 
     @property
     def conflicts(self) -> list[str]:

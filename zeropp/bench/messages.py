@@ -55,7 +55,7 @@ class Steps:
     cpu_seconds: float
     """What this rank took of the cores, with the threads of gloo."""
     last_phases: list[Phase]
-    """Of the last step; empty if they are not told apart."""
+    """Phases of the last step; empty if they are not told apart."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Settings:
     link: str | None = None
     """A link rate, in the place of a regime."""
     delay: str = "0ms"
-    """From one node to another, one way."""
+    """Time that a message takes from one node to another, one way."""
     loss: str = "0%"
     """How many of the packets between nodes are lost."""
     micro_batches: tuple[int, ...] = (1, 4, 8)

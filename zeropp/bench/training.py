@@ -35,7 +35,7 @@ class Training(Protocol):
 
     @property
     def phases(self) -> list[Phase]:
-        """Of the last step, one after the other; empty if they are not told apart."""
+        """Phases of the last step, one after the other; empty if they are not told apart."""
 
 
 class FsdpTraining:

@@ -15,7 +15,7 @@ from .errors import tell, tell_interrupted
 
 class Command(NamedTuple):
     file: str
-    """In this folder; its `main` does it."""
+    """Name of a file in this folder, whose `main` does it."""
     description: str
 
 
@@ -30,7 +30,7 @@ COMMANDS = {
     "lab bench": Command("lab_bench", "measure every strategy on such nodes, with shaped links"),
     "lab clean": Command("lab_clean", "remove what killed labs left"),
 }
-"""By what a user types."""
+"""All commands, by what a user types."""
 HELP = ("-h", "--help")
 
 

@@ -31,7 +31,7 @@ class Options:
     link: str = "1gbit"
     """Rate of each node's link, in both directions: 300mbit, 1gbit, ..., or unlimited."""
     delay: str = "0ms"
-    """From one node to another, one way."""
+    """Time that a message takes from one node to another, one way."""
     loss: str = "0%"
     """How many of the packets between nodes are lost."""
     at: tuple[str, ...] = ()

@@ -62,7 +62,7 @@ class Options:
     """A built-in size, hf:PATH of a Hugging Face config, or module:function that builds the model."""
     nodes: int = 2
     ranks_per_node: int | None = None
-    """As many as the hardware has, if not given."""
+    """Ranks of a node: as many as the hardware has, if not given."""
     micro_batch: int = 1
     """Sequences per rank and micro-batch."""
     sequence: int = 1024

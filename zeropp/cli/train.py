@@ -70,7 +70,7 @@ def parse(arguments: list[str]) -> Run:
 
 
 def _listeners(run: Run) -> list[Listener]:
-    """On the first rank; makes the folder that they write to."""
+    """Who is told of the run, on the first rank; makes the folder that they write to."""
     make_folder(run.folder)
     listeners: list[Listener] = [MetricsFile(run.folder), make_progress(run.steps, run.logging.every)]
     if run.logging.tensorboard:

@@ -63,7 +63,7 @@ class AllGather:
         self._ask_weights = weights
         """For the unit's parameters, in the order of a shard; empty if that is not known."""
         self._versions = versions
-        """Of each parameter, another one after every operation on it that all ranks run alike."""
+        """A number for each parameter: another one after every operation on it that all ranks run alike."""
         self._ask_split = split or (lambda: split_of(weights()))
         """For what is trained now; asked in every step, so it should be quick."""
         self._weights = weights()

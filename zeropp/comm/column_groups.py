@@ -47,9 +47,9 @@ class Stretch(NamedTuple):
     """Columns that are neighbours in the buffer, and in the group."""
 
     columns: slice
-    """In the buffer."""
+    """Where they are in the buffer."""
     at: slice
-    """In the group's packed shard, in elements."""
+    """Where they are in the group's packed shard, in elements."""
 
     def columns_of(self, first: int, last: int) -> slice:
         """The columns of elements `first` to `last` of the packed shard."""

@@ -56,7 +56,7 @@ CHUNK_BITS = 10  # of the 31 of a tag
 
 
 def tag_of(unit: str, chunk: int = 0) -> int:
-    """Of the messages of a chunk. Units that have the same by chance take turns, as if they were one."""
+    """Tag of the messages of a chunk. Units that have the same by chance take turns, as if they were one."""
     return crc32(unit.encode()) >> (CHUNK_BITS + 1) << CHUNK_BITS | chunk % (1 << CHUNK_BITS)
 
 

@@ -34,7 +34,7 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Of buffers that no other chunk uses meanwhile."""
+        """Name of buffers that no other chunk uses meanwhile."""
         return f"{self.slot}.{self.layout.number}"
 
     def take_rows(self) -> Tensor:

@@ -105,7 +105,7 @@ class Wire:
         return labelled(text)
 
     def tag(self, chunk: int) -> int:
-        """Of a message between two ranks: see [Note: Order in a lane] in lanes.py."""
+        """Tag of a message between two ranks: see [Note: Order in a lane] in lanes.py."""
         return tag_of(self.unit, chunk)
 
     def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor, chunk: int = 0) -> Generator[None]:

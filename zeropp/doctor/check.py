@@ -30,7 +30,7 @@ from ..train.world import World
 
 State = Literal["ok", "not run", "warning", "fault"]
 STATES: tuple[State, ...] = ("ok", "not run", "warning", "fault")
-"""From the best to the worst."""
+"""All states, from the best to the worst."""
 Part = Literal["surroundings", "kernels", "collectives", "training", "speed"]
 PARTS: tuple[Part, ...] = ("surroundings", "kernels", "collectives", "training", "speed")
 PATIENCE = 4
@@ -67,7 +67,7 @@ class Settings:
     """Width of the layers by which the speed part measures compute, a multiple of 64: best that of your
     model; not given: 512 on a CPU, 4096 elsewhere."""
     rounds: int = 3
-    """How often each way to train gets its turn in the speed part."""
+    """How often each strategy gets its turn in the speed part."""
 
     def __post_init__(self) -> None:
         if self.width is not None and (self.width < 1 or self.width % HEAD_WIDTH):
@@ -91,7 +91,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a step of one way to train took."""
+    """How long a step of one strategy took."""
 
     name: str
     milliseconds: float
@@ -117,13 +117,13 @@ class Visit:
     hardware: Hardware | None = None
     """What the speed part measured."""
     steps: list[StepTime] = field(default_factory=list)
-    """The same: a line for each way to train."""
+    """The same: a line for each strategy."""
     advice: list[str] = field(default_factory=list)
     """What to do about speed, in words."""
 
     @classmethod
     def begin(cls, settings: Settings, timeout_seconds: float) -> Visit:
-        """On every rank of an initialized process group, whose timeout is `timeout_seconds`."""
+        """A visit to all ranks of an initialized process group, whose timeout is `timeout_seconds`."""
         timeout = timedelta(seconds=timeout_seconds)
         agreement = dist.new_group(backend="gloo", timeout=PATIENCE * timeout)
         return cls(settings, World.current(), agreement, timeout)
@@ -156,9 +156,10 @@ class Check:
     does: str
     """What is tried, in words."""
     run: Callable[[Visit], Any]
-    """On every rank: a Finding, or what `conclude` makes one of."""
+    """Does it, on every rank, and returns a Finding, or what `conclude` makes one of."""
     conclude: Callable[[Sequence[Any]], Finding] | None = None
-    """From what all ranks returned, by rank; None: they returned Findings, and the worst of them count."""
+    """Makes a Finding of what all ranks returned, by rank; None: they returned Findings, and the worst of
+    them count."""
     communicates: bool = True
     """Whether ranks wait for each other in it."""
     needs_ranks: bool = True

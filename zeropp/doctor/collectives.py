@@ -28,7 +28,7 @@ Pattern = Literal["all_gather", "all_to_all"]
 PATTERNS: tuple[Pattern, ...] = ("all_gather", "all_to_all")
 ROUNDS = 24
 WORDS = (5, 1021, 100_003)
-"""Of a message, in turns: less than any buffer on the way, and more."""
+"""Sizes of the messages, in turns: less than any buffer on the way, and more."""
 LATE_SECONDS = 0.003
 POISON = -1
 HEADER = 3
@@ -60,8 +60,8 @@ def _one_hop(name: str, visit: Visit) -> Finding:
 
 
 def _both_directions(visit: Visit) -> Finding:
-    """As training has it: on a CPU in the threads of both lanes, elsewhere on two streams, each with groups
-    of its own."""
+    """Both directions at once, as in training: on a CPU in the threads of both lanes, elsewhere on two
+    streams, each with groups of its own."""
     device = visit.world.device
     names = ("_gather_lane", "_reduce_lane")
     gathers, reductions = (visit.topology.hops(name, own_groups=True) for name in names)
@@ -117,8 +117,8 @@ class Carrier:
         self._me = self._members.index(self._rank)
         self.words = 0
         self._seen: list[tuple[int, Tensor, Tensor]] = []
-        """Of each round: its number, how many words are wrong, and the headers that arrived. On the device,
-        so that nothing waits before the end."""
+        """What each round has brought: its number, how many words are wrong, and the headers that arrived. On
+        the device, so that nothing waits before the end."""
 
     def carry(self, number: int) -> None:
         """One round: all members send, all check."""

@@ -26,7 +26,7 @@ SENDERS, FACTOR = 3, 1 / 3
 STRETCH = 61
 """Elements in a row that are of one kind."""
 SEED, OFFSET = 5, 4096
-"""Of noise, where a format rounds at random."""
+"""Where noise comes from, if a format rounds at random."""
 SPEED_ROWS, SPEED_NUMEL = 4, 1 << 18
 SLOW = 15.0
 """A codec that takes so many times as long as a copy of its bytes is worth a warning."""
@@ -184,13 +184,13 @@ def _gap(dtype: torch.dtype) -> int:
 
 
 def _to(source: Tensor, device: torch.device) -> Tensor:
-    """On the device, with the same gaps between rows."""
+    """A copy on the device, with the same gaps between rows."""
     there = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
     return there.copy_(source)
 
 
 def _bits(values: Tensor) -> Tensor:
-    """To compare: NaN is NaN, whatever its payload."""
+    """Bits that can be compared: NaN is NaN, whatever its payload."""
     if values.is_floating_point():
         values = torch.where(values.isnan(), torch.nan, values)
     return values.view(BIT_TYPES[values.itemsize])

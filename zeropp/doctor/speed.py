@@ -1,4 +1,4 @@
-"""How fast: links and collectives, and a step of every way to train, in turns; then the advice, in words."""
+"""How fast: links and collectives, and a step of every strategy, in turns; then the advice, in words."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ WIDTHS = {"cpu": 512}
 MODELS = ("1.3B", "350M", "125M")
 """What a device with memory of its own is tried with: the first that fits."""
 STATE_BYTES, MEMORY_SHARE = 16, 0.15
-"""Of a parameter: weights, gradients and Adam's two moments in fp32. Two models may take this share of a
-device's memory each."""
+"""Bytes of a parameter: weights, gradients and Adam's two moments in fp32. And the share of a device's memory
+that each of two models may take."""
 WARM_UP, STEPS = 2, 3
 """Steps of a turn before, and while it is timed. The first sends all that is kept, and learns the order."""
 SAME = 0.03
@@ -50,7 +50,7 @@ ADVISED = ("Config()", "Config.four_bit()", "Config.wire16()", "Config.paper()")
 def checks() -> Iterator[Check]:
     does = "times compute, codecs, each hop and FSDP2's own collectives, at several sizes"
     yield Check("speed", "links and codecs", does, _measure_hardware)
-    yield Check("speed", "steps", "trains in every way, in turns, and times the steps", _measure_steps)
+    yield Check("speed", "steps", "trains with every strategy, in turns, and times the steps", _measure_steps)
 
 
 def _measure_hardware(visit: Visit) -> Finding:
@@ -68,14 +68,14 @@ def _measure_hardware(visit: Visit) -> Finding:
 
 
 @dataclass
-class Way:
-    """One way to train, and what was measured of it."""
+class TimedStrategy:
+    """A strategy, and what was measured of it."""
 
     strategy: Strategy
     seconds: list[float] = field(default_factory=list)
-    """Of each timed step."""
+    """How long each timed step took."""
     ledger: Ledger | None = None
-    """Of the timed steps of a turn; None: FSDP2 by itself, which has none."""
+    """What the timed steps of a turn sent; None: FSDP2 by itself, which has no ledger."""
 
     @property
     def name(self) -> str:
@@ -85,13 +85,13 @@ class Way:
     def milliseconds(self) -> float:
         return statistics.median(self.seconds) * 1e3
 
-    def speedup(self, plain: Way) -> float:
-        """From steps of the same round."""
+    def speedup(self, plain: TimedStrategy) -> float:
+        """How many times faster than `plain` it is, by steps of the same round."""
         return statistics.median(
             theirs / own for own, theirs in zip(self.seconds, plain.seconds, strict=True)
         )
 
-    def hidden(self, compute: Way, hardware: Hardware | None) -> float | None:
+    def hidden(self, compute: TimedStrategy, hardware: Hardware | None) -> float | None:
         """How much of what its communication would take by itself is not seen in the step, if it is known."""
         if self.ledger is None or hardware is None:
             return None
@@ -117,7 +117,8 @@ class Way:
 
 
 def _cost_of(hardware: Hardware, collective: str, hop: str, is_plain: bool) -> Cost | None:
-    """As measured, if it was. On one kind of link a flat route is measured under the name of that."""
+    """The cost that was measured, if it was. On one kind of link a flat route is measured under the name of
+    that."""
     pattern = "all_to_all" if collective == "reduce_scatter" and hop != "flat" else collective
     names = [f"{pattern} {level}" for level in (hop, "in-node", "across")]
     names = [f"{name} plain" for name in names] + names if is_plain else names
@@ -131,20 +132,21 @@ def _measure_steps(visit: Visit) -> Finding:
     config = ModelConfig(source, context=context)
     trainers = [_Trainer(visit, build_sharded(config, 0, world.mesh)) for _ in range(2)]
     send_nothing(trainers[1].model)
-    ways, compute = [Way(strategy) for strategy in _strategies(settings)], Way(COMPUTE)
+    strategies, compute = [TimedStrategy(each) for each in _strategies(settings)], TimedStrategy(COMPUTE)
     for number in range(settings.rounds):
-        for way in ways if number % 2 == 0 else ways[::-1]:  # there and back: a drift is nobody's
-            trainers[0].turn(way)
+        for timed in strategies if number % 2 == 0 else strategies[::-1]:  # a drift is nobody's
+            trainers[0].turn(timed)
         trainers[1].turn(compute)
-    for way in (*ways, compute):
-        way.seconds = world.max(*way.seconds)
-    visit.steps = _step_times(ways, compute, visit)
+    for timed in (*strategies, compute):
+        timed.seconds = world.max(*timed.seconds)
+    visit.steps = _step_times(strategies, compute, visit)
     visit.advice = advise(visit.steps)
     numel = parameters(parameter_count(trainers[0].model))
     return Finding(
         "ok",
         f"{source}, {numel} parameters, {settings.micro_batches} x {settings.micro_batch} x "
-        f"{settings.sequence} tokens per rank and step; {settings.rounds} turns of {len(visit.steps)} ways",
+        f"{settings.sequence} tokens per rank and step; {settings.rounds} turns of {len(visit.steps)} "
+        "strategies",
     )
 
 
@@ -184,18 +186,18 @@ class _Trainer:
         tokens = torch.randint(shape_of(model).vocab_size, shape, generator=torch.Generator().manual_seed(0))
         self._tokens = tokens.to(world.device)
 
-    def turn(self, way: Way) -> None:
-        """Some steps of one way; afterwards the model is plain FSDP2's again."""
-        zpp = None if way.strategy.config is None else apply(self.model, way.strategy.config)
-        set_sync = way.strategy.sync_switch(self.model, zpp)
+    def turn(self, timed: TimedStrategy) -> None:
+        """Some steps of one strategy; afterwards the model is plain FSDP2's again."""
+        zpp = None if timed.strategy.config is None else apply(self.model, timed.strategy.config)
+        set_sync = timed.strategy.sync_switch(self.model, zpp)
         for _ in range(WARM_UP):
             self._step(set_sync)
         before = Ledger() if zpp is None else zpp.ledger.copy()
         for _ in range(STEPS):
             dist.barrier()
-            way.seconds.append(self._meter.timed(lambda: self._step(set_sync)))
+            timed.seconds.append(self._meter.timed(lambda: self._step(set_sync)))
         if zpp is not None:
-            way.ledger = zpp.ledger.since(before)
+            timed.ledger = zpp.ledger.since(before)
             zpp.remove()
 
     def _step(self, set_sync: Callable[[bool], object]) -> None:
@@ -207,20 +209,21 @@ class _Trainer:
         self._optimizer.zero_grad()
 
 
-def _step_times(ways: list[Way], compute: Way, visit: Visit) -> list[StepTime]:
+def _step_times(strategies: list[TimedStrategy], compute: TimedStrategy, visit: Visit) -> list[StepTime]:
     """Plain FSDP2 first, then the presets, then compute alone."""
-    plain, (*_, as_off) = ways[0], (way for way in ways if way.strategy.config is None)
-    as_off.ledger = next(way.ledger for way in ways if way.name == "Config.off()")  # which counts the same
+    plain, (*_, as_off) = strategies[0], (timed for timed in strategies if timed.strategy.config is None)
+    # Config.off() sends and counts the same.
+    as_off.ledger = next(timed.ledger for timed in strategies if timed.name == "Config.off()")
     ranks_per_node = visit.world.size // len(visit.topology.nodes)
     times = [
         StepTime(
-            way.name,
-            way.milliseconds,
-            way.speedup(plain),
-            way.across_bytes(ranks_per_node),
-            way.hidden(compute, visit.hardware),
+            timed.name,
+            timed.milliseconds,
+            timed.speedup(plain),
+            timed.across_bytes(ranks_per_node),
+            timed.hidden(compute, visit.hardware),
         )
-        for way in ways
+        for timed in strategies
     ]
     return [*times, StepTime(COMPUTE.title, compute.milliseconds, compute.speedup(plain), 0.0, None)]
 

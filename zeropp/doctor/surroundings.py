@@ -78,7 +78,7 @@ class Device(NamedTuple):
     name: str
     driver: str
     identity: str | None
-    """Of the one device; None on a CPU, which ranks share."""
+    """Which device it is, among all that are alike; None on a CPU, which ranks share."""
 
 
 def _device(visit: Visit) -> Device:
@@ -91,7 +91,7 @@ def _device(visit: Visit) -> Device:
 
 
 def _driver() -> str:
-    """Of NVIDIA's kernel module, if there is one."""
+    """Version of NVIDIA's kernel module, or nothing if there is none."""
     path = Path("/sys/module/nvidia/version")
     return path.read_text().strip() if path.exists() else ""
 

@@ -51,11 +51,11 @@ class Run:
     """What came of some steps."""
 
     losses: Tensor
-    """Of this rank, in fp64."""
+    """This rank's, in fp64."""
     weights: list[Tensor]
     """This rank's shards after all steps."""
     first_gradients: list[Tensor]
-    """Of the whole model, in the first step."""
+    """Those of the whole model, in the first step."""
     nans: list[Tensor]
     """Where gradients of the whole model are NaN after a step in which the last rank's loss was."""
 
@@ -197,7 +197,7 @@ def mean_gradients(visit: Visit) -> list[Tensor]:
 
 
 def _relative_error(seen: list[Tensor], expected: list[Tensor]) -> float:
-    """Of all gradients together: the length of the difference, over the length."""
+    """The length of the difference over the length, of all gradients together."""
     pairs = list(zip(seen, expected, strict=True))
     difference = sum(float((a.double() - b).square().sum()) for a, b in pairs)
     return float((difference / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5)

@@ -21,11 +21,12 @@ LANE_ROW, LANE_HEIGHT, HEAD_ROW = 22, 16, 44
 AXIS_ROW = 40
 """Pixels below a chart: numbers, and what they are."""
 ROW_LETTERS = 54
-"""That have room beside each other on a screen of 390 pixels."""
+"""Letters that have room beside each other on a screen of 390 pixels."""
 MAX_POINTS = 120
-"""Of a line; one that has more is shown by means."""
+"""Points of a line; one that has more is shown by means."""
 NARROWEST = 1 / 1500
-"""Of a timeline: operations that are shorter, of one kind and next to each other, are one bar."""
+"""Share of a timeline that is still seen: operations that are shorter, of one kind and next to each other,
+are one bar."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,7 @@ def _grid(ticks: Sequence[float], scale: float, bottom: float, unit: str) -> str
 
 
 def _few(ticks: Sequence[float]) -> Sequence[float]:
-    """As many as have room on a narrow screen."""
+    """Some of the ticks: as many as have room on a narrow screen."""
     return ticks[:: max(1, math.ceil(len(ticks) / 5))]
 
 
@@ -357,7 +358,7 @@ def _axis_title(text: str, y: float) -> str:
 
 
 def _means(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most `MAX_POINTS`: the mean of as many points, at the last of them."""
+    """Points for a line, at most `MAX_POINTS`: each is the mean of as many, at the last of them."""
     each = math.ceil(len(points) / MAX_POINTS)
     if each <= 1:
         return points

@@ -11,7 +11,7 @@ from .palette import WORK_COLORS
 
 NODE_HEIGHT, GAP = 104, 88
 MAX_RANKS = 4
-"""Of a node that are drawn, and two nodes; what there is more of is said."""
+"""Ranks of a node that are drawn, of two nodes; what there is more of is said."""
 WIDEST = 14
 """Pixels of the rail that carries most."""
 
@@ -90,7 +90,7 @@ def _rail(center: float, across: Carried, most: float) -> str:
 
 
 def _center(position: int, count: int) -> float:
-    """Of a rank, in percent: two are so far apart that words have room between their rails."""
+    """Middle of a rank, in percent: two are so far apart that words have room between their rails."""
     return 50.0 if count == 1 else 15 + 70 * position / (count - 1)
 
 

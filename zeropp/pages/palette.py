@@ -34,7 +34,7 @@ STRATEGY_COLORS = {
     "deepspeed": "#b8667f",
     "deepspeed-hpz": "#c9879a",
 }
-"""By the name of the strategy."""
+"""Colours by the name of the strategy."""
 OTHERS = ("#a56fb0", "#c06a4a", "#5f93b5", "#a3934f", "#b07a9c", "#7d9a6a")
 """For runs whose Config has no name, one after the other."""
 

@@ -111,7 +111,7 @@ CATALOG: dict[str, Hardware] = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """By name, or from the file of that name.
+    """The hardware of this name, or of the file of that name.
 
     >>> find_hardware("a100-200g").peak_tflops
     312.0

@@ -99,7 +99,8 @@ class Hardware:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node!r}; expected a positive number")
 
     def changed(self, **numbers: Any) -> Hardware:
-        """With other numbers. A new link rate or latency drops what was measured across nodes with the old.
+        """This one with other numbers. A new link rate or latency drops what was measured across nodes with
+        the old.
 
         >>> Hardware("x", "", 8, 312, 0.5, 80, 2039, 300, 3.4, 100, 14).changed(link_gbit_s=400).link_gbit_s
         400

@@ -94,7 +94,7 @@ def from_integer(typing_context: Any, bits: Any, like: Any) -> Any:
 
 @instruction
 def pointer(typing_context: Any, values: Any, index: Any) -> Any:
-    """To an element of an array, which must outlive it, or to one after another pointer's."""
+    """A pointer to an element of an array, which must outlive it, or to one after another pointer's."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         is_array = isinstance(values, types.Array)
@@ -106,7 +106,7 @@ def pointer(typing_context: Any, values: Any, index: Any) -> Any:
 
 @instruction
 def item_bytes(typing_context: Any, values: Any) -> Any:
-    """Of one of the elements that a pointer points to."""
+    """Size of one of the elements that a pointer points to."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.get_constant(types.intp, values.dtype.bitwidth // 8)

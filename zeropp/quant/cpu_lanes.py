@@ -49,7 +49,7 @@ class _LanesModel(PrimitiveModel):
 
 @instruction
 def load(typing_context: Any, place: Any) -> Any:
-    """From elements of any type; see [Note: Elements] in cpu_intrinsics.py."""
+    """Numbers of elements of any type; see [Note: Elements] in cpu_intrinsics.py."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return load_lanes(builder, args[0], place.dtype)
@@ -98,7 +98,7 @@ def times_plus(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @instruction
 def from_codes(typing_context: Any, codes: Any) -> Any:
-    """Of int8."""
+    """Numbers of codes of int8."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.sitofp(builder.sext(_load_bytes(builder, args[0]), _INTS), _FLOATS)
@@ -108,7 +108,7 @@ def from_codes(typing_context: Any, codes: Any) -> Any:
 
 @instruction
 def from_nibbles(typing_context: Any, codes: Any, high: Any) -> Any:
-    """Of int4: the codes in the upper or in the lower half of each byte."""
+    """Numbers of codes of int4, in the upper or in the lower half of each byte."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         packed = builder.zext(_load_bytes(builder, args[0]), _INTS)
@@ -195,7 +195,8 @@ def store_nibbles(typing_context: Any, low: Any, high: Any, codes: Any, smallest
 
 @instruction
 def add_noise(typing_context: Any, low: Any, high: Any, key: Any, column: Any) -> Any:
-    """To elements from `column` on, and to those half a block after them. See [Note: Noise] in noise.py."""
+    """Elements from `column` on, and those half a block after them, with noise. See [Note: Noise] in
+    noise.py."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = _broadcast(builder, builder.trunc(args[3], _I32), _INTS)

@@ -89,5 +89,5 @@ def mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def to_noise(random: tl.tensor) -> tl.tensor:
-    """From the upper 16 bits."""
+    """Noise of the upper 16 bits of random ones."""
     return (random.to(tl.int32, bitcast=True) >> 16 | 1).to(tl.float32) * 0.0000152587890625

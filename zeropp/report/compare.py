@@ -42,7 +42,8 @@ MUST_MATCH: dict[str, Callable[[Metrics], object]] = {
 
 
 def read_runs(paths: list[Path]) -> dict[str, Metrics]:
-    """By name: the folder of a metrics.jsonl, or the name of the file; whole paths where these are equal."""
+    """Runs by name: the folder of a metrics.jsonl, or the name of the file; whole paths where these are
+    equal."""
     files = [path / FILE_NAME if path.is_dir() else path for path in paths]
     names = [file.parent.name if file.name == FILE_NAME else file.stem for file in files]
     if len(set(names)) < len(names):

@@ -75,7 +75,7 @@ def memory_lines(strategies: tuple[PlannedStrategy, ...]) -> list[list[str]]:
 
 
 def sweep_lines(points: tuple[Point, ...]) -> dict[int, list[list[str]]]:
-    """By number of nodes: strategies against link rates."""
+    """Lines of a table for each number of nodes: strategies against link rates."""
     rates = sorted({point.link_gbit_s for point in points})
     titles = list(dict.fromkeys(point.title for point in points))
     found = {(point.title, point.nodes, point.link_gbit_s): point for point in points}

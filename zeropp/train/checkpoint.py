@@ -211,8 +211,8 @@ def read_state(path: Path, *keys: str) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """In one line. DCP's error has a traceback for each rank; torch.load's advises to run what is in the
-    file."""
+    """What is wrong, in one line. DCP's error has a traceback for each rank; torch.load's advises to run what
+    is in the file."""
     if isinstance(error, CheckpointException) and error.failures:
         _, (error, _) = min(error.failures.items())
     if isinstance(error, (pickle.UnpicklingError, EOFError)) or "PytorchStreamReader" in str(error):

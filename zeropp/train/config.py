@@ -28,7 +28,7 @@ PRESETS: dict[str, Callable[..., Config]] = {
     "wire16": Config.wire16,
     "fsdp2": Config.off,
 }
-"""By the names of strategies.py: all but "auto", which no key can change."""
+"""Presets by the names of strategies.py: all but "auto", which no key can change."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class StepRecord:
     learning_rate: float
     seconds: float
     tokens: int
-    """In this step."""
+    """How many this step has trained on."""
     wire_bytes: int
     """What all ranks sent."""
     across_bytes: int
