@@ -83,7 +83,7 @@ class Ranks:
         function: Callable[..., Any],
         *args: Any,
         world: int = 4,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
         env: dict[str, str] | None = None,
         grace: float = GRACE_SECONDS,
     ) -> list[Any]:

@@ -17,7 +17,7 @@ from zeropp import __version__
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "zeropp")
-SECONDS = 300.0  # for any one command, on any machine
+SECONDS = 600.0  # for any one command, on any machine
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:

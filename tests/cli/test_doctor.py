@@ -13,16 +13,18 @@ from zeropp.cli import main
 from zeropp.lab.job import TORCHRUN
 
 ROOT = Path(__file__).parents[2]
+PATIENT = ("--timeout-seconds", "300")
+"""However slow the machine is."""
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "zeropp", "doctor", *arguments],
+        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "zeropp", "doctor", *PATIENT, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
 
 

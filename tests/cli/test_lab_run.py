@@ -11,7 +11,7 @@ from zeropp.cli import main
 
 def zeropp(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "zeropp", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "zeropp", *arguments], capture_output=True, text=True, timeout=600
     )
 
 

@@ -78,7 +78,7 @@ def test_bad_options_are_named(arguments: list[str], says: str, capsys: pytest.C
 def zeropp_train(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "zeropp", "train", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:

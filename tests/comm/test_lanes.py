@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +53,31 @@ def test_jobs_run_in_order_beside_whoever_gave_them() -> None:
     gate.set()
     assert all(work.wait() for work in works)
     assert done == [(number, "zeropp gather") for number in range(5)]
+
+
+RAISES_MEANWHILE = """
+import sys, time
+from pathlib import Path
+from zeropp.comm.lanes import lane
+
+def job(slot):
+    yield
+    time.sleep(1)
+    Path(sys.argv[1]).touch()
+
+lane("gather").run("blocks.0", job)
+raise RuntimeError("in the loop")
+"""
+
+
+def test_after_an_error_the_exit_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
+    """Else its thread could end the process, with a signal in the place of the error."""
+    arrived = tmp_path / "arrived"
+    command = [sys.executable, "-c", RAISES_MEANWHILE, str(arrived)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert arrived.exists()
+    assert done.returncode == 1
+    assert "RuntimeError: in the loop" in done.stderr
 
 
 def logged(log: list[str], gate: threading.Event, name: str, slot: int) -> Generator[None]:

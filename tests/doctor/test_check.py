@@ -59,13 +59,13 @@ def deserted() -> list[Result]:
 
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
-    (met,), _ = ranks.run(deserted, world=2, timeout=60)
+    (met,), _ = ranks.run(deserted, world=2)
     assert met.state == "fault"
     assert "Ranks 1 failed to pass monitoredBarrier" in met.saw
 
 
 def test_one_rank_says_what_it_could_not_check(ranks: Ranks) -> None:
-    (found,) = ranks.run(alone, world=1, timeout=60)
+    (found,) = ranks.run(alone, world=1)
     assert found == [("needs others", "not run"), ("needs nobody", "ok")]
 
 

@@ -105,7 +105,7 @@ def test_a_wrong_sum_is_seen(ranks: Ranks) -> None:
 
 
 def test_messages_differ_by_sender_receiver_and_round(ranks: Ranks) -> None:
-    (different,) = ranks.run(count_messages, world=1, timeout=60)
+    (different,) = ranks.run(count_messages, world=1)
     assert different == 3 * 3 * 3
 
 

@@ -30,7 +30,7 @@ def summary(node_size: int) -> dict[str, Any]:
 
 
 def test_four_ranks_measure_every_hop_and_agree(ranks: Ranks) -> None:
-    found = ranks.run(summary, 2, timeout=90)
+    found = ranks.run(summary, 2)
     first, hardware = found[0], found[0]["hardware"]
     assert all(other["numbers"] == first["numbers"] for other in found)
     assert set(hardware.measured) == {
@@ -53,7 +53,7 @@ def test_four_ranks_measure_every_hop_and_agree(ranks: Ranks) -> None:
 
 def test_what_nobody_measured_is_not_written(ranks: Ranks, tmp_path: Path) -> None:
     """One node has no link to others, and a rank that is alone on its node none inside."""
-    (one_node, _), (one_rank, _) = (ranks.run(summary, size, world=2, timeout=90) for size in (2, 1))
+    (one_node, _), (one_rank, _) = (ranks.run(summary, size, world=2) for size in (2, 1))
     assert {name.split()[1] for name in one_node["hardware"].measured} == {"in-node"}
     assert one_node["one_rank_gbit_s"] is None
     assert (one_node["hardware"].link_gbit_s, one_node["hardware"].link_latency_us) == (None, None)

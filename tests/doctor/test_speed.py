@@ -31,7 +31,7 @@ def measured() -> dict[str, Any]:
 
 
 def test_every_way_to_train_is_measured_and_counted(ranks: Ranks) -> None:
-    first, *others = ranks.run(measured, timeout=120)
+    first, *others = ranks.run(measured)
     assert [result.state for result in first["results"]] == ["ok", "ok"]
     assert all(other["steps"] == first["steps"] for other in others)
     assert all(other["advice"] == first["advice"] for other in others)

@@ -22,7 +22,7 @@ def two_parts() -> Diagnosis:
 
 
 def test_parts_that_were_asked_for_in_their_order(ranks: Ranks) -> None:
-    first, second = ranks.run(two_parts, world=2, timeout=60)
+    first, second = ranks.run(two_parts, world=2)
     assert first.subject == "2 ranks, cpu"
     assert [result.part for result in first.results] == ["surroundings"] * 4 + ["collectives"] * 5
     assert {result.name: result.state for result in first.results} == {

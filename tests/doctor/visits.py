@@ -30,7 +30,7 @@ def run(
 ) -> list[dict[str, Result]]:
     """Run checks, all or those of these names, with a fault on some ranks; on each, the results by name."""
     job = (visit, checks, fault, on_ranks, node_size, names, timeout_seconds, device)
-    return ranks.run(*job, world=world, timeout=120, env=env)
+    return ranks.run(*job, world=world, env=env)
 
 
 def visit(

@@ -142,7 +142,7 @@ def somebody_waited(seconds: list[float]) -> bool:
 def main() -> None:
     options = tyro.cli(Options)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     for run in options.runs:
         print(f"{run} waits", flush=True)  # noqa: T201
         while ":" in run and not (options.folder / run).exists():

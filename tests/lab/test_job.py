@@ -37,7 +37,7 @@ def test_every_rank_is_heard(program: str, tmp_path: Path) -> None:
     with Cluster(nodes=2, ranks_per_node=1) as cluster:
         result = cluster.run(
             [program],
-            timeout_seconds=60,
+            timeout_seconds=300,
             on_line=lambda who, line: heard.add((who, line)),
             log_folder=tmp_path / "logs",
         )
@@ -54,7 +54,7 @@ def test_every_rank_is_heard(program: str, tmp_path: Path) -> None:
 def test_a_rank_that_fails_stops_its_node_and_its_code_is_told(program: str, tmp_path: Path) -> None:
     """When the other has started, which says so by a file."""
     with Cluster(nodes=1, ranks_per_node=2) as cluster:
-        result = cluster.run([program, str(tmp_path / "has_started")], timeout_seconds=60)
+        result = cluster.run([program, str(tmp_path / "has_started")], timeout_seconds=300)
     assert result.exit_codes == {0: -15, 1: 7}
     with pytest.raises(JobError, match=r"(?s)rank 0: SIGTERM, rank 1: exit code 7.*--- rank 1\n.*err 1"):
         result.check()

@@ -38,7 +38,7 @@ def transfer(cluster: Cluster, source: int, target: int, nbytes: int) -> dict[st
     assert receiver.stdout.readline() == "listening\n"
     send = [sys.executable, "-c", SEND, cluster.address(target), str(nbytes)]
     sent = subprocess.run(
-        cluster.inside(source, send), stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        cluster.inside(source, send), stdout=subprocess.PIPE, text=True, check=True, timeout=300
     )
-    answer, _ = receiver.communicate(timeout=60)
+    answer, _ = receiver.communicate(timeout=300)
     return {**json.loads(answer), **json.loads(sent.stdout)}

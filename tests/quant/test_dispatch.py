@@ -52,7 +52,7 @@ def test_other_subclasses_get_the_reference() -> None:
 
 def test_without_numba_the_reference_works_and_one_warning_says_so() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=600, check=True
     )
     assert run.stdout.count("WARNING") == 1
     assert "numba is not installed" in run.stdout

@@ -25,7 +25,7 @@ def small_run(folder: Path, **changes: Any) -> Run:
     run = Run(
         folder=folder,
         steps=8,
-        timeout_seconds=60.0,
+        timeout_seconds=300.0,
         model=ModelConfig(layers=2, width=32, heads=2, context=32, precision="fp32"),
         data=DataConfig(source=str(text)),
         batch=BatchConfig(sequence=32, size=2, micro_batches=2),

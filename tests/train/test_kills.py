@@ -22,7 +22,7 @@ from zeropp.train.checkpoint import steps_in
 from zeropp.train.config import CheckpointConfig, EvaluationConfig, Run
 from zeropp.train.metrics import FILE_NAME, Metrics
 
-SECONDS = 120.0  # for any one thing to happen, on any machine
+SECONDS = 300.0  # for any one thing to happen, on any machine
 STEPS = 30
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """A store for every restart. torch 2.13 shares one, whose address a node that comes back is never told."""

@@ -24,11 +24,15 @@ no deadlock.
 [Note: Life of a lane]
 A lane's thread ends when there is no job left, and another one is started for the next. Whoever gives a job
 waits for it before a step ends, so nothing runs when a process group is destroyed, after `remove()` or at
-exit. After an error on the way the thread is a daemon: it holds nobody up.
+exit. After an error jobs may be on their way. They end by themselves: what they wait for, the others send
+before they come to wait for this rank. So the exit waits a little for them, because a thread that comes back
+from gloo while Python ends takes the process down with SIGABRT, in the place of the error's own exit code. It
+is a daemon all the same: it holds nobody up for longer.
 """
 
 from __future__ import annotations
 
+import atexit
 from collections import deque
 from collections.abc import Callable, Generator
 from datetime import timedelta
@@ -46,6 +50,8 @@ Direction = Literal["gather", "reduce"]
 COLLECTIVE: dict[Direction, Collective] = {"gather": "all_gather", "reduce": "reduce_scatter"}
 MOST_JOBS = 2
 """How many a lane has on the wire at a time."""
+LAST_SECONDS = 5.0
+"""How long the exit of a process waits for jobs on their way; see [Note: Life of a lane]."""
 
 Job = Callable[[int], Generator[None]]
 """Is called at once; what it returns is run in the lane, and yields where it would have to wait for the wire.
@@ -131,7 +137,7 @@ class Lane:
         """Not started yet."""
         self._count = 0
         self._lock = Lock()
-        self._has_thread = False
+        self._thread: Thread | None = None
 
     def run(self, unit: str, job: Job, *, reads_first: bool = False) -> LaneWork:
         """Have `job` done after all that was given before. reads_first: before it yields for the first time,
@@ -140,10 +146,15 @@ class Lane:
             work = LaneWork(self._direction, unit, job, self._count % MOST_JOBS, reads_first)
             self._count += 1
             self._given.append(work)
-            if not self._has_thread:
-                self._has_thread = True
-                Thread(target=self._do_all, name=f"zeropp {self._direction}", daemon=True).start()
+            if self._thread is None:
+                self._thread = Thread(target=self._do_all, name=f"zeropp {self._direction}", daemon=True)
+                self._thread.start()
         return work
+
+    def finish(self) -> None:
+        """Wait a little for what is on its way; see [Note: Life of a lane]."""
+        if (thread := self._thread) is not None:
+            thread.join(LAST_SECONDS)
 
     def _do_all(self) -> None:
         """Start what is given, or else go on with the oldest."""
@@ -156,7 +167,7 @@ class Lane:
                 elif at_work:
                     work = at_work[0]
                 else:
-                    self._has_thread = False
+                    self._thread = None
                     return
             work.advance()
             if work.is_completed():
@@ -165,4 +176,6 @@ class Lane:
 
 @cache  # one for all models of the process: they share process groups
 def lane(direction: Direction) -> Lane:
-    return Lane(direction)
+    made = Lane(direction)
+    atexit.register(made.finish)
+    return made
