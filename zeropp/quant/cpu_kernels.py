@@ -39,7 +39,7 @@ from .formats import SCALE_BYTES
 from .rotation import GROUP
 
 # Of these files; see [Note: Cache].
-INLINED_SHA256 = "d2e113e915e6ef57b1029257f022b49fb5bc58be9df4de2091bf1bdabde66f61"
+INLINED_SHA256 = "7f94ede91eb9abf8d7e63dfbb74fb7ba90c44e8eff25e083bdf8b7004530647e"
 
 _FP32_MAX = float32(np.finfo(np.float32).max)
 
