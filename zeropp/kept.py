@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Kept:
 
     @property
     def total(self) -> int:
-        return self.node_shard + self.errors + self.pending
+        return sum(vars(self).values())
 
     def __add__(self, other: Kept) -> Kept:
-        pairs = zip(astuple(self), astuple(other), strict=True)
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Kept(*(mine + theirs for mine, theirs in pairs))
 
     def describe(self) -> str:
         names = ("node shard", "kept errors", "pending gradients")
-        parts = [f"{name} {size:,}" for name, size in zip(names, astuple(self), strict=True) if size]
+        parts = [f"{name} {size:,}" for name, size in zip(names, vars(self).values(), strict=True) if size]
         return ", ".join(parts) or "-"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks, on_a_rank
-from zeropp import auto
+from tests.searches import short_visits
 
 if TYPE_CHECKING or on_a_rank():
     from accelerate import Accelerator
@@ -130,7 +129,7 @@ def _auto(folder: str) -> tuple[str | None, str | None, float, float]:
     run, plain = Run("auto", accumulate=2), Run(PLAIN, accumulate=2)
     assert run.zpp is not None
     assert run.zpp.search is not None
-    with patch.multiple(auto, WARM_UP_STEPS=1, TIMED_STEPS=1):  # whatever is chosen
+    with short_visits:
         while run.zpp.search.chosen is None:
             run.step()
     while plain.batches < run.batches:

@@ -3,6 +3,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import patch
+
+import pytest
 
 from zeropp.lab import Cluster, enter_node
 
@@ -29,6 +32,12 @@ def test_nobody_interrupts_anybody() -> None:
     finally:
         os.sched_setscheduler(0, here, os.sched_param(0))
     assert int(seen.stdout) == os.SCHED_BATCH
+
+
+def test_where_that_is_not_allowed_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with patch.object(os, "sched_setscheduler", side_effect=PermissionError("no")):
+        enter_node.interrupt_nobody()
+    assert "SCHED_BATCH is not allowed here (no), so steps of a lab take longer" in caplog.text
 
 
 def test_a_namespace_that_is_not_there_is_named() -> None:

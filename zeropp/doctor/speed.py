@@ -134,7 +134,8 @@ def _measure_steps(visit: Visit) -> Finding:
     send_nothing(trainers[1].model)
     strategies, compute = [TimedStrategy(each) for each in _strategies(settings)], TimedStrategy(COMPUTE)
     for number in range(settings.rounds):
-        for timed in strategies if number % 2 == 0 else strategies[::-1]:  # a drift is nobody's
+        there_and_back = strategies if number % 2 == 0 else strategies[::-1]  # so a drift is nobody's
+        for timed in there_and_back:
             trainers[0].turn(timed)
         trainers[1].turn(compute)
     for timed in (*strategies, compute):
@@ -178,7 +179,7 @@ class _Trainer:
         settings, world = visit.settings, visit.world
         check_fits(model, sequence=settings.sequence, vocab_size=1)
         self.model = model
-        # As by default on a GPU. One by one, DTensors take a third of a step's time on a CPU.
+        # As by default on a GPU; on a CPU the default is a loop over DTensors, which takes longer.
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
         self._micro_batches = settings.micro_batches
         self._meter = Meter(world.device, repeats=1)

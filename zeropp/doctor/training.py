@@ -69,7 +69,7 @@ class Training:
             model = GPT(SMALL)
         self.model = shard(model, visit.world.mesh, precision="fp32")
         self.zpp: ZeroPP | None = None if config is None else apply(self.model, config)
-        # As by default on a GPU. One by one, DTensors take a third of a step's time on a CPU.
+        # As by default on a GPU; on a CPU the default is a loop over DTensors, which takes longer.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, foreach=True)
         self._batches = batches(visit)
 

@@ -12,9 +12,11 @@ runs on a node is SCHED_BATCH: it has its share of the cores as before, and inte
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
-from contextlib import suppress
+
+logger = logging.getLogger("zeropp")
 
 
 def main(owner_pid: str, namespace_fd: str, is_rootless: str, *command: str) -> None:
@@ -30,8 +32,10 @@ def main(owner_pid: str, namespace_fd: str, is_rootless: str, *command: str) -> 
 
 def interrupt_nobody() -> None:
     """This process, and all that it starts; see [Note: Scheduling in a lab]."""
-    with suppress(PermissionError):  # in a sandbox: it is slower then, and the same otherwise
+    try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except PermissionError as error:  # in a sandbox
+        logger.warning("zeropp: SCHED_BATCH is not allowed here (%s), so steps of a lab take longer", error)
 
 
 if __name__ == "__main__":
