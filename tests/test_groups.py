@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,28 @@ def _hop_sums(group: dist.ProcessGroup | None = None) -> list[int]:
 
 
 ON_2X2 = [[101, 11], [1010, 11], [101, 1100], [1010, 1100]]
+
+
+def _new_threads_of_gloo(make: Callable[[], Any]) -> int:
+    names = Path("/proc/self/task")
+    before = [name.read_text() for name in names.glob("*/comm")].count("gloo_tcp_loop\n")
+    group = make()
+    value = torch.tensor(10 ** dist.get_rank())
+    dist.all_reduce(value, group=group)
+    assert int(value.item()) == 1111
+    return [name.read_text() for name in names.glob("*/comm")].count("gloo_tcp_loop\n") - before
+
+
+def _threads_by_group() -> tuple[int, int]:
+    everyone = list(range(4))
+    return (
+        _new_threads_of_gloo(lambda: dist.new_group(everyone)),
+        _new_threads_of_gloo(lambda: groups.group_of(everyone, "no_thread")),
+    )
+
+
+def test_a_group_of_ours_takes_no_thread(ranks: Ranks) -> None:
+    assert ranks.run(_threads_by_group) == [(1, 0)] * 4
 
 
 def _make_groups_of_its_own() -> None:

@@ -21,8 +21,14 @@ asynchronous. Ours are, so that one chunk is encoded while another is sent, and 
 the group's own, which has high priority only if asked for. (Never run.) A layout with a single hop sends it
 through FSDP2's group, with the priority that this has.
 
-There is no public way to give a name, or not to split, nor, in torch 2.13, to change a timeout. What is
-used of `_world` and `_new_process_group_helper` is the same in torch 2.13, 2.14 and 2.15.
+[Note: One device]
+A gloo group comes with a device: a thread that sends and receives, and that wakes up a hundred times a second
+even if nothing arrives. On a CPU there are two groups for each direction (comm/lanes.py), and four threads
+that interrupt computing. So the groups made here use the devices of the job's own group. torch passes no
+options on to gloo, so while a group is made, it finds a class in gloo's place that adds them.
+
+There is no public way to give a name, or not to split, or to share a device, nor, in torch 2.13, to change a
+timeout. What is used of `_world` and `_new_process_group_helper` is the same in torch 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -64,7 +70,7 @@ def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
     if name not in made:
         backend, store = c10d._world.pg_map[everyone]
         timeout = timeout_of(everyone)
-        with _no_device(everyone):
+        with _no_device(everyone), _devices_of(everyone):
             made[name], _ = c10d._new_process_group_helper(
                 len(ranks),
                 ranks.index(dist.get_rank()),
@@ -95,6 +101,30 @@ def _no_device(everyone: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         everyone.bound_device_id = device
+
+
+@contextmanager
+def _devices_of(everyone: ProcessGroup) -> Iterator[None]:
+    """See [Note: One device]. Without gloo, or if torch has wrapped it to debug, nothing changes."""
+    gloo: Any = getattr(c10d, "ProcessGroupGloo", None)
+    known = [getattr(everyone._get_backend(device), "options", None) for device in everyone._device_types]
+    shared = [options for options in known if gloo is not None and isinstance(options, gloo._Options)]
+    if not shared:
+        yield
+        return
+
+    class OnSharedDevices(gloo):  # type: ignore[misc]  # chosen at runtime
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._threads = shared[0]._devices, shared[0]._threads
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnSharedDevices  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = gloo  # type: ignore[misc]
 
 
 def _options(backends: str, timeout: timedelta) -> Any:
