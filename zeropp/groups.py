@@ -114,10 +114,12 @@ def _devices_of(everyone: ProcessGroup) -> Iterator[None]:
         return
 
     class OnSharedDevices(gloo):  # type: ignore[misc]  # chosen at runtime
-        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
             options = gloo._Options()
             options._devices, options._threads = shared[0]._devices, shared[0]._threads
             options._timeout = timeout
+            for name, value in others.items():  # torch 2.15: enable_reconfigure
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = OnSharedDevices  # type: ignore[misc]
