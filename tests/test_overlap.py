@@ -101,27 +101,6 @@ def test_hops_run_in_threads_of_their_own_and_gathers_start_early(ranks: Ranks) 
         assert not looks_ahead
 
 
-def _starts_in_training_thread() -> list[str]:
-    """Gathers that a forward asks for, by their units, and when it first waits for one."""
-    trainer = Trainer(zeropp.Config(node_size=2))
-    trainer.step()
-    with profile_all_threads() as prof:
-        trainer.evaluate()
-    named = {}
-    for event in prof.events():
-        what, _, unit = event.name.partition(" ")
-        if what == "FSDP::all_gather":
-            named[event.time_range.start] = unit
-        elif (label := Label.read(event.name)) and label.part == "wait":
-            named[event.time_range.start] = "wait"
-    return [named[start] for start in sorted(named)]
-
-
-def test_the_second_unit_is_gathered_with_the_first(ranks: Ranks) -> None:
-    for starts in ranks.run(_starts_in_training_thread):
-        assert starts[:4] == ["", "(blocks.0)", "wait", "(blocks.1)"]  # FSDP2 has no name for the root
-
-
 def _with_own_prefetch() -> bool:
     net = make_net()
     first, second = (cast(FSDPModule, block) for block in net.blocks)

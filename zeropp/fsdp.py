@@ -257,10 +257,6 @@ class Unit:
     def set_forward_prefetch(self, units: list[Unit]) -> None:
         self.module.set_modules_to_forward_prefetch([unit.module for unit in units])
 
-    def gather_early(self) -> None:
-        """Start to gather it; FSDP2 waits for that before the unit computes."""
-        self.module.unshard(async_op=True)
-
     def drop_early_gather(self) -> None:
         """Forget weights that were gathered and not used yet: they are others now."""
         for group in self._param_groups:

@@ -23,11 +23,10 @@ device's streams, and a CPU has none. So the first forward is watched, and then 
 `set_modules_to_forward_prefetch` is told to gather units while those before them compute, unless the user has
 told it something. FSDP2 asks for them when it has got this unit's weights, so with one unit early the link
 would stand still from the end of one gather until the next one is encoded. With two, the next one is already
-on its way (lanes.py). Before the first unit (the root, as a rule) FSDP2 could ask for nothing, so the second
-one is asked for here, as soon as the first one's gather has started. That holds the weights of three units at
-a time, but not at the end of forward, where memory is scarce: there is no unit left to gather. A unit that a
-later forward leaves out is gathered for nothing, and FSDP2 keeps that for its next use: if weights are loaded
-meanwhile, it is dropped (`Unit.drop_early_gather`).
+on its way (lanes.py). That holds the weights of three units at a time, but not at the end of forward, where
+memory is scarce: there is no unit left to gather. A unit that a later forward leaves out is gathered for
+nothing, and FSDP2 keeps that for its next use: if weights are loaded meanwhile, it is dropped
+(`Unit.drop_early_gather`).
 """
 
 from __future__ import annotations
@@ -153,11 +152,6 @@ class ForwardPrefetch:
                 for place, known in enumerate(self._told, 1):
                     known.set_forward_prefetch(self._order[place : place + UNITS_EARLY])
 
-    def started(self, unit: Unit) -> None:
-        """The gather of a unit is on its way."""
-        if self._told and unit is self._told[0] and unit.is_in_forward:
-            self._order[1].gather_early()
-
     def remove(self) -> None:
         """Leave FSDP2 as it was, and learn anew if there is another forward."""
         for unit in self._told:
@@ -194,10 +188,6 @@ class UnitOverlap:
         if torch._C._current_graph_task_id() == -1:
             self._overlap.late.forget_failed()
         self._overlap.prefetch.gathers(self._unit)
-
-    def after_start(self) -> None:
-        """Called in the training thread, too."""
-        self._overlap.prefetch.started(self._unit)
 
     def late_place(self, output: Tensor) -> Tensor | None:
         """Where to reduce to while FSDP2 goes on, if it expects the result in `output`; one may start now.

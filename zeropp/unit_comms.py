@@ -273,7 +273,7 @@ def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool =
     comms.pair = CommPair(
         AllGather(
             *(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
-            overlap=beside,
+            before=None if beside is None else beside.before_gather,
         ),
         ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_lengths, beside),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +41,6 @@ WEIGHTS_FIELDS = (
 """Fields of Config that decide on the bytes of a node shard."""
 
 
-class GatherOverlap(Protocol):
-    """Hears of gathers that go on while the training thread computes: see overlap.py."""
-
-    def before_gather(self) -> None: ...
-
-    def after_start(self) -> None: ...
-
-
 class AllGather:
     """Takes the place of FSDP2's all-gather in one unit."""
 
@@ -60,8 +52,10 @@ class AllGather:
         weights: Callable[[], tuple[Weight, ...]] = tuple,
         versions: Callable[[], Sequence[int]] = tuple,
         split: Callable[[], Split] | None = None,
-        overlap: GatherOverlap | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
+        """`before` is called before each gather, if gathers overlap with what the training thread computes;
+        None: they do not."""
         self.wire = wire
         self.config = config
         self.hops = hops
@@ -83,8 +77,7 @@ class AllGather:
         """Whether an optimizer has, since the last gather."""
         self.owner: Any = None
         """Whoever installed this comm; keeps it alive with the model."""
-        self._overlap = overlap
-        """None: with a stream of the device, or not at all."""
+        self._before = before
         self._beside: dist.Work | None = None
         """The last gather beside the current stream or thread, until somebody needs its result."""
 
@@ -168,39 +161,33 @@ class AllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        world_size, numel, dtype = self.wire.topology.size, input_tensor.numel(), input_tensor.dtype
         self._settle()
-        if self._overlap is None:
-            return self._start(output_tensor, input_tensor, group, async_op)
-        self._overlap.before_gather()
-        work = self._start(output_tensor, input_tensor, group, async_op=True)
-        self._overlap.after_start()
-        return work
-
-    def _start(self, output: Tensor, shard: Tensor, group: ProcessGroup, async_op: bool) -> dist.Work | None:
-        """Decide what is sent, and do it, or have it done: it is complete when what is returned is, or when
-        there is nothing to return."""
-        world_size, numel, dtype, device = self.wire.topology.size, shard.numel(), shard.dtype, shard.device
+        if self._before is not None:
+            self._before()
+            async_op = True
         if group.size() != world_size:
             # reshard_after_forward=int: FSDP2 gathers weights that it already has, decoded, on fewer ranks.
-            return self._as_it_is(output, shard, group, async_op, "post-forward")
+            return self._as_it_is(output_tensor, input_tensor, group, async_op, "post-forward")
         if (numel, dtype) != self._buffer:  # the model was cast since, or FSDP2 packs in another way
             self._weights, self._buffer = self._ask_weights(), (numel, dtype)
             self._splits = [split_of(self._weights)]
             self.groups = self._make_groups()
         self.wire.count_baseline("all_gather", sum(part.columns.numel for part in self.groups))
         if self.is_exact or self._is_as_it_is:
-            return self._as_it_is(output, shard, group, async_op, "flat")
+            return self._as_it_is(output_tensor, input_tensor, group, async_op, "flat")
         if numel == 0:
             return None
+        device = input_tensor.device
         refuse_capture(self.wire.unit, device)
         self.wire.alarm.raise_if_known()
-        gather = partial(self._gather, shard, output.view(world_size, -1), group)
-        if self._overlap is not None:
+        gather = partial(self._gather, input_tensor, output_tensor.view(world_size, -1), group)
+        if self._before is not None:
             for part in self.groups:
                 part.reserve(device)
             self._beside = lane("gather").run(self.wire.unit, gather)
         elif async_op and device.type != "cpu":
-            self._beside = run_beside(device, partial(finish, gather(0)), (output, shard))
+            self._beside = run_beside(device, partial(finish, gather(0)), (output_tensor, input_tensor))
         else:
             finish(gather(0))
         return self._beside
