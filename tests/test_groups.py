@@ -37,14 +37,17 @@ def _hop_sums(group: dist.ProcessGroup | None = None) -> list[int]:
 ON_2X2 = [[101, 11], [1010, 11], [101, 1100], [1010, 1100]]
 
 
+def _threads_of_gloo() -> int:
+    names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop\n")
+
+
 def _new_threads_of_gloo(make: Callable[[], Any]) -> int:
-    names = Path("/proc/self/task")
-    before = [name.read_text() for name in names.glob("*/comm")].count("gloo_tcp_loop\n")
-    group = make()
+    before, group = _threads_of_gloo(), make()
     value = torch.tensor(10 ** dist.get_rank())
     dist.all_reduce(value, group=group)
     assert int(value.item()) == 1111
-    return [name.read_text() for name in names.glob("*/comm")].count("gloo_tcp_loop\n") - before
+    return _threads_of_gloo() - before
 
 
 def _threads_by_group() -> tuple[int, int]:

@@ -25,7 +25,8 @@ through FSDP2's group, with the priority that this has.
 A gloo group comes with a device: a thread that sends and receives, and that wakes up a hundred times a second
 even if nothing arrives. On a CPU there are two groups for each direction (comm/lanes.py), and four threads
 that interrupt computing. So the groups made here use the devices of the job's own group. torch passes no
-options on to gloo, so while a group is made, it finds a class in gloo's place that adds them.
+options on to gloo, so while a group is made, it finds a class in gloo's place that adds them. (What it is
+called with is not the same in every torch: from 2.15 on, there is one option more.)
 
 There is no public way to give a name, or not to split, or to share a device, nor, in torch 2.13, to change a
 timeout. What is used of `_world` and `_new_process_group_helper` is the same in torch 2.13, 2.14 and 2.15.
@@ -105,7 +106,7 @@ def _no_device(everyone: ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def _devices_of(everyone: ProcessGroup) -> Iterator[None]:
-    """See [Note: One device]. Without gloo, or if torch has wrapped it to debug, nothing changes."""
+    """See [Note: One device]. Without gloo, nothing changes."""
     gloo: Any = getattr(c10d, "ProcessGroupGloo", None)
     known = [getattr(everyone._get_backend(device), "options", None) for device in everyone._device_types]
     shared = [options for options in known if gloo is not None and isinstance(options, gloo._Options)]
@@ -118,7 +119,7 @@ def _devices_of(everyone: ProcessGroup) -> Iterator[None]:
             options = gloo._Options()
             options._devices, options._threads = shared[0]._devices, shared[0]._threads
             options._timeout = timeout
-            for name, value in others.items():  # torch 2.15: enable_reconfigure
+            for name, value in others.items():  # enable_reconfigure
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
