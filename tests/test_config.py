@@ -80,12 +80,12 @@ def test_bad_values_are_named(changes: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
-@given(st.integers(-2, 40) | st.sampled_from([True, 2.0, "2", None]))
+@given(st.integers(-2, 40) | st.sampled_from(["auto", True, 2.0, "2", None]))
 def test_chunks_are_a_number_in_range(chunks: Any) -> None:
-    if type(chunks) is int and 1 <= chunks <= 16:
+    if chunks == "auto" or (type(chunks) is int and 1 <= chunks <= 16):
         assert Config(chunks=chunks).chunks == chunks
     else:
-        with pytest.raises(ValueError, match="expected a number from 1 to 16"):
+        with pytest.raises(ValueError, match="expected a number from 1 to 16, or 'auto'"):
             Config(chunks=chunks)
 
 

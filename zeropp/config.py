@@ -103,10 +103,10 @@ class Config:
     """Elements that share one bf16 scale in "int8" and "int4": a power of two from 32 to 4096. Smaller is
     more exact and sends more scales: 16 / block_size bits per element."""
 
-    chunks: int = 2
+    chunks: int | Literal["auto"] = "auto"
     """Pieces that a large collective is cut into (1 to 16), so that one is encoded while another is on the
-    wire. Pieces have at least 64 Ki elements a rank. Changes no value. More cost messages and Python: on
-    gloo, four took longer than two on every link that was measured, one about as long."""
+    wire. Pieces have at least 64 Ki elements a rank. Changes no value. "auto" is 2; on two hops of gloo,
+    where each costs messages and Python, pieces then have at least 1 Mi: see comm/chunks.py."""
 
     overlap: bool = True
     """On a CPU: send while the training thread computes, as FSDP2 does by itself on devices with streams,
@@ -131,8 +131,10 @@ class Config:
                 f"Config.block_size is {self.block_size!r}; expected a power of two from {MIN_BLOCK_SIZE} "
                 f"to {MAX_BLOCK_SIZE}"
             )
-        if not _is_int(self.chunks) or not 1 <= self.chunks <= MAX_CHUNKS:
-            raise ValueError(f"Config.chunks is {self.chunks!r}; expected a number from 1 to {MAX_CHUNKS}")
+        if self.chunks != "auto" and not (_is_int(self.chunks) and 1 <= self.chunks <= MAX_CHUNKS):
+            raise ValueError(
+                f"Config.chunks is {self.chunks!r}; expected a number from 1 to {MAX_CHUNKS}, or 'auto'"
+            )
         if self.node_size != "auto" and not (_is_int(self.node_size) and self.node_size >= 1):
             raise ValueError(
                 f"Config.node_size is {self.node_size!r}; expected a positive number of ranks, or 'auto'"

@@ -264,9 +264,10 @@ def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool =
         return comms
     comms.separates_reductions = unit.reduces_in_own_group
     comms.topology = topology = Topology.of(unit.group, config.node_size)
-    beside = UnitOverlap(unit, shared.overlap) if config.overlap and can_overlap(unit) else None
+    on_gloo = can_overlap(unit)
+    beside = UnitOverlap(unit, shared.overlap) if config.overlap and on_gloo else None
     hops, back = _hops_of(topology, config, comms.separates_reductions, in_lanes=beside is not None)
-    wire = Wire(unit.name, topology, shared.ledger, shared.scratch, shared.alarm)
+    wire = Wire(unit.name, topology, shared.ledger, shared.scratch, shared.alarm, on_gloo)
     for_weights = config
     if unit.gather_extensions() or not unit.gather_dtypes() & QUANTIZABLE_DTYPES:
         for_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)

@@ -17,7 +17,7 @@ def test_chunks_cover_a_row_in_whole_blocks(
 ) -> None:
     numel = sum(parameters)
     reduced = parameters if all_have_gradients else (1, *parameters)
-    cut = chunks.column_chunks(numel, block_size, reduced, most=most)
+    cut = chunks.column_chunks(chunks.Cut(most), numel, block_size, reduced)
     assert 1 <= len(cut) <= most
     slices = [chunk.at for chunk in cut]
     assert [at.start for at in slices] == [0, *(at.stop for at in slices[:-1])]
@@ -30,6 +30,14 @@ def test_chunks_cover_a_row_in_whole_blocks(
         slice(0, numel), chunks.block_starts(parameters, block_size) if all_have_gradients else ()
     )
     assert blocks == block_edges(whole, block_size)  # so cutting changes no block
+
+
+@given(st.integers(1, 16), st.booleans())
+def test_a_number_of_chunks_is_obeyed_and_auto_knows_gloo(most: int, on_gloo: bool) -> None:
+    numel = 16 * chunks.MIN_CHUNK_ELEMENTS
+    assert len(chunks.column_chunks(chunks.Cut.of(most, on_gloo), numel, 128)) == most
+    assert len(chunks.column_chunks(chunks.Cut.of("auto", on_gloo), numel, 128)) == (1 if on_gloo else 2)
+    assert len(chunks.column_chunks(chunks.Cut.of("auto", on_gloo), 2 * numel, 128)) == 2
 
 
 def block_edges(columns: chunks.Columns, block_size: int) -> list[int]:

@@ -2,7 +2,13 @@
 
 [Note: Chunks]
 A buffer of rows [W, S] is cut into chunks of columns, each of whole blocks, so that cutting changes no code
-and no scale. All ranks cut alike: they have the same Config and the same lengths of parameters.
+and no scale. All ranks cut alike: they have the same Config, the same backend and the same lengths of
+parameters.
+
+What a chunk gains is that a unit's hops overlap with each other and with its codecs. What it costs are
+messages, and the Python that starts them. On gloo the cores that compute pay for that, and what overlaps with
+a unit's hops is the next unit anyway (lanes.py). So with chunks="auto" two hops on gloo have far longer ones:
+benchmarks/chunks.py compares.
 
 [Note: Blocks of a parameter]
 A shard is its parameters' shards, one after the other, and a block has one scale. A block with the end of a
@@ -20,8 +26,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
+AUTO_CHUNKS = 2
 MIN_CHUNK_ELEMENTS = 1 << 16  # of a row; below that, latency and Python cost more than overlap gains
+MIN_CHUNK_ELEMENTS_ON_GLOO = 1 << 20
 # Blocks that a parameter must fill to get its own. Each end costs half a block on average: below 1%.
 LONG_PARAMETER_BLOCKS = 64
 
@@ -35,24 +44,44 @@ class Columns:
     """Where in the chunk a new block starts although the one before is not full."""
 
 
+class Cut(NamedTuple):
+    """How a row may be cut."""
+
+    most: int
+    """Chunks."""
+    least: int = MIN_CHUNK_ELEMENTS
+    """Elements of each."""
+
+    @classmethod
+    def of(cls, chunks: int | Literal["auto"], on_gloo: bool = False) -> Cut:
+        """What `Config.chunks` means; on_gloo: for two hops there. See [Note: Chunks]."""
+        if chunks != "auto":
+            return cls(chunks, MIN_CHUNK_ELEMENTS)
+        return cls(AUTO_CHUNKS, MIN_CHUNK_ELEMENTS_ON_GLOO if on_gloo else MIN_CHUNK_ELEMENTS)
+
+
 def column_chunks(
-    numel: int, block_size: int, parameters: tuple[int, ...] = (), edges: tuple[int, ...] = (), *, most: int
+    cut: Cut,
+    numel: int,
+    block_size: int,
+    parameters: tuple[int, ...] = (),
+    edges: tuple[int, ...] = (),
 ) -> list[Columns]:
-    """`most` chunks, or fewer, of a row of `numel` elements, of whole blocks, given the elements of each
-    parameter in it, and where a new stretch begins.
+    """Chunks of a row of `numel` elements, of whole blocks, given the elements of each parameter in it, and
+    where a new stretch begins.
 
     If those are not `numel` together, as in a reduction of only some of them, no block is aligned.
 
-    >>> column_chunks(100, 128, most=2)
+    >>> column_chunks(Cut(most=2), 100, 128)
     [Columns(at=slice(0, 100, None), block_starts=())]
-    >>> first, second = column_chunks(200_001, 128, (65, 199_936), most=2)
+    >>> first, second = column_chunks(Cut(most=2), 200_001, 128, (65, 199_936))
     >>> first
     Columns(at=slice(0, 100033, None), block_starts=(65,))
     >>> second
     Columns(at=slice(100033, 200001, None), block_starts=())
     """
     starts = block_starts(parameters, block_size, edges) if sum(parameters) == numel else edges
-    count = max(1, min(most, numel // MIN_CHUNK_ELEMENTS))
+    count = max(1, min(cut.most, numel // cut.least))
     cuts = [0]
     for number in range(1, count):
         wanted = numel * number // count

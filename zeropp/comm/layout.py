@@ -19,7 +19,7 @@ from ..labels import Collective
 from ..quant import QUANTIZABLE_DTYPES, BlockCodec, BlockFormat, Codec, make_codec
 from ..quant.formats import RowOrder
 from ..topology import Hop, HopName
-from .chunks import column_chunks
+from .chunks import Cut, column_chunks
 from .column_groups import ColumnGroup
 from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
 from .wire import Wire
@@ -188,7 +188,9 @@ def gather_chunks(
     # With one hop, differences stop at the node shard, which is decoded where it is.
     received_on = NODE_SHARD if takes_differences and len(hops) == 1 else hops[-1].name
     on_hop = partial(HopCodec, wire.ledger, wire.unit, "all_gather")
-    cut = column_chunks(columns.numel, config.block_size, columns.lengths, columns.edges, most=config.chunks)
+    cut = column_chunks(
+        _cut_of(wire, hops, config), columns.numel, config.block_size, columns.lengths, columns.edges
+    )
     chunks = []
     for number, part in enumerate(cut, first_number):
         size, starts = part.at.stop - part.at.start, part.block_starts
@@ -248,8 +250,9 @@ def reduce_chunks(
 ) -> tuple[ReduceChunk, ...]:
     """The chunks of gradients [W, `numel`]. at_once: there are no sums in fp32 before the last hop."""
     last = len(hops) - 1
+    cut = column_chunks(_cut_of(wire, hops, config), numel, config.block_size, parameters)
     chunks = []
-    for number, columns in enumerate(column_chunks(numel, config.block_size, parameters, most=config.chunks)):
+    for number, columns in enumerate(cut):
         size = columns.at.stop - columns.at.start
         codecs = [
             make_codec(
@@ -279,6 +282,10 @@ def reduce_chunks(
             )
         chunks.append(ReduceChunk(number, columns.at, tuple(legs), errors))
     return tuple(chunks)
+
+
+def _cut_of(wire: Wire, hops: tuple[Hop, ...], config: Config) -> Cut:
+    return Cut.of(config.chunks, on_gloo=wire.on_gloo and hops[0].name != "flat")
 
 
 def in_one_space(arrived: Codec, sent: Codec) -> list[Codec]:

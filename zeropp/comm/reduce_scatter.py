@@ -39,6 +39,7 @@ from ..quant import QUANTIZABLE_DTYPES
 from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
+from .chunks import Cut
 from .feedback import Feedback
 from .lanes import Job, lane
 from .layout import HopCodec, Leg, ReduceLayouts, reduce_chunks
@@ -212,8 +213,8 @@ class ReduceScatter:
         is_ring = self.hops[0].name == "flat" and self.codec_names["flat"] == "bf16"
         job: Job
         if is_ring:
-            chunks, hop = self.config.chunks, self.hops[0]
-            job = partial(reduce_scatter_bf16, self.wire, hop, rows, out, group, op, factor, chunks)
+            cut, hop = Cut.of(self.config.chunks), self.hops[0]
+            job = partial(reduce_scatter_bf16, self.wire, hop, rows, out, group, op, factor, cut)
         else:
             job = partial(self._reduce_all, rows, out, group, factor)
         if self._overlap is not None:

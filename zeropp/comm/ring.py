@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ..topology import Hop
-from .chunks import column_chunks
+from .chunks import Cut, column_chunks
 from .ledger import WorkKey
 from .pipeline import pipelined
 from .wire import Wire
@@ -44,7 +44,7 @@ def reduce_scatter_bf16(
     group: ProcessGroup,
     op: ReduceOp | ReduceOp.RedOpType,
     factor: float,
-    chunks: int,
+    cut: Cut,
     slot: int,
 ) -> Generator[None]:
     """out [1, S] = the own row, summed over all ranks' rows [W, S] as `op` says, whose factor is `factor`."""
@@ -52,7 +52,7 @@ def reduce_scatter_bf16(
         scale = None if factor == 1.0 else torch.tensor(factor, dtype=WIRE_DTYPE)
         yield from pipelined(
             _pass_around(wire, hop, number, slot, rows[:, columns.at], out[:, columns.at], group, scale)
-            for number, columns in enumerate(column_chunks(rows.shape[1], CHUNK_MULTIPLE, most=chunks))
+            for number, columns in enumerate(column_chunks(cut, rows.shape[1], CHUNK_MULTIPLE))
         )
         return
     wire.count_flat_ring("reduce_scatter", out.numel() * WIRE_DTYPE.itemsize)

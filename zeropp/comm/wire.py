@@ -79,10 +79,18 @@ class Wire:
     """What the comms of one unit share."""
 
     def __init__(
-        self, unit: str, topology: Topology, ledger: Ledger, scratch: Scratch, alarm: Alarm | None = None
+        self,
+        unit: str,
+        topology: Topology,
+        ledger: Ledger,
+        scratch: Scratch,
+        alarm: Alarm | None = None,
+        on_gloo: bool = False,
     ) -> None:
         self.alarm = Alarm() if alarm is None else alarm
         """The alarm of the whole model; its own, for a unit that is alone."""
+        self.on_gloo = on_gloo
+        """Whether hops cost what they cost there: see [Note: Chunks] in chunks.py."""
         self.unit = unit
         self.topology = topology
         self.ledger = ledger

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import Ledger, Scratch, Wire
+from ..comm.chunks import Cut
 from ..comm.lanes import lane
 from ..comm.pipeline import finish
 from ..comm.ring import reduce_scatter_bf16
@@ -175,7 +176,7 @@ def _sums(visit: Visit) -> Finding:
         "FSDP2's reduce-scatter": lambda rows, out: dist.reduce_scatter_single(out.view(-1), rows.view(-1)),
         "the 16-bit ring": lambda rows, out: finish(
             reduce_scatter_bf16(
-                wire, hop, rows, out, world(), dist.ReduceOp.SUM, factor=1.0, chunks=2, slot=0
+                wire, hop, rows, out, world(), dist.ReduceOp.SUM, factor=1.0, cut=Cut(most=2), slot=0
             )
         ),
     }

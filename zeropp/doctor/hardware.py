@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from ..bench.training import send_nothing
 from ..bench.workload import HEAD_WIDTH
 from ..comm import Ledger, Scratch, Wire
+from ..comm.chunks import Cut
 from ..comm.pipeline import finish
 from ..comm.ring import reduce_scatter_bf16
 from ..config import CodecName, Config
@@ -222,10 +223,10 @@ def _prepare_ring(
     wire = Wire("measure", topology, Ledger(), Scratch())
     rows = torch.zeros(hop.size, wanted // (hop.size - 1) // 2, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(rows[:1])
-    op, chunks = dist.ReduceOp.SUM, Config.chunks
+    op, cut = dist.ReduceOp.SUM, Cut.of(Config.chunks)
 
     def run() -> None:
-        finish(reduce_scatter_bf16(wire, hop, rows, out, _world(), op, factor=1.0, chunks=chunks, slot=0))
+        finish(reduce_scatter_bf16(wire, hop, rows, out, _world(), op, factor=1.0, cut=cut, slot=0))
 
     return run, (hop.size - 1) * out.nbytes
 
