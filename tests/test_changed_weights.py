@@ -1,6 +1,7 @@
 """Weights changed by other means than an optimizer: noticed on all ranks alike, or an error, never silent.
 
-On devices with streams a check is not read where it is made. `at_once = False` does the same on CPU."""
+On devices with streams a check is not read where it is made. `at_once = False` does the same on CPU, without
+overlap: where there are streams there are no lanes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
@@ -20,7 +22,7 @@ from zeropp.fsdp import find_units
 
 
 def _trainer(secondary: bool, **changes: Any) -> Trainer:
-    trainer = Trainer(zeropp.Config(node_size=2, secondary=secondary, **changes))
+    trainer = Trainer(zeropp.Config(node_size=2, secondary=secondary, overlap=False, **changes))
     assert trainer.zpp is not None
     trainer.zpp._shared.alarm.at_once = False
     return trainer
@@ -160,6 +162,34 @@ def test_any_other_change_is_an_error_in_the_same_evaluation(ranks: Ranks) -> No
     """No optimizer is needed for it: the next gather of any unit raises."""
     for errors in ranks.run(_errors_after, UNNOTICED):
         assert all("weights of unit '(root)' changed" in error for error in errors)
+
+
+def _go_on_after_an_error(overlap: bool) -> list[tuple[float, float]]:
+    """For a change in the whole net and in each block, losses after the error and `invalidate()`: with the
+    node shard, and without."""
+    losses = []
+    for changed in (lambda net: net, lambda net: net.blocks[0], lambda net: net.blocks[1]):
+        after = []
+        for secondary in (True, False):
+            config = zeropp.Config(node_size=2, secondary=secondary, overlap=overlap)
+            trainer = Trainer(config)
+            assert trainer.zpp is not None
+            trainer.step()
+            trainer.evaluate()
+            trainer.net.reshard()  # type: ignore[operator]
+            local_edit(changed(trainer.net))
+            assert bool(_error_of(trainer.evaluate)) == secondary
+            trainer.zpp.invalidate()
+            after.append(trainer.evaluate())
+        losses.append((after[0], after[1]))
+    return losses
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_after_the_error_and_invalidate_training_can_go_on(ranks: Ranks, overlap: bool) -> None:
+    """What was gathered, or on its way, when the error was raised is never computed with."""
+    for losses in ranks.run(_go_on_after_an_error, overlap):
+        assert all(kept == not_kept for kept, not_kept in losses), losses
 
 
 def _dcp_load(folder: Path) -> str:

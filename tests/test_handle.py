@@ -328,6 +328,27 @@ def test_forgetting_to_sync_is_an_error(ranks: Ranks) -> None:
         assert errors["after sync"] == errors["dropped"] == "no error"
 
 
+def _exact_losses() -> tuple[float, float, float]:
+    """Of decoded weights, of exact ones, and of what plain FSDP2 gathers; after an evaluation of the ones or
+    the others, in which the root stays gathered."""
+    trainer = Trainer(zeropp.Config(node_size=2))
+    assert trainer.zpp is not None
+    trainer.step()
+    decoded = trainer.evaluate()
+    with trainer.zpp.exact_weights():
+        exact = trainer.evaluate()
+        assert trainer.evaluate() == exact
+    assert trainer.evaluate() == decoded
+    trainer.zpp.remove()
+    trainer.net.reshard()  # type: ignore[operator]
+    return decoded, exact, trainer.evaluate()
+
+
+def test_exact_weights_are_those_of_a_checkpoint_whatever_was_evaluated_before(ranks: Ranks) -> None:
+    for decoded, exact, plain in ranks.run(_exact_losses):
+        assert exact == plain != decoded
+
+
 def _zero_grad_in_between() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     exact = zeropp.Config(gradients_in_node="none", gradients_across="none", node_size=2)
     disturbed, plain = Trainer(exact), Trainer(exact)

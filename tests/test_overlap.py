@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import RankError, Ranks
-from tests.training import Net, Trainer, make_net
+from tests.training import Net, Trainer, local, make_net
 from zeropp.labels import Label, profile_all_threads
 
 ALL = {
@@ -99,6 +99,89 @@ def test_hops_run_in_threads_of_their_own_and_gathers_start_early(ranks: Ranks) 
     for hops, mine, looks_ahead in ranks.run(_threads_of_hops, False):
         assert hops == {mine}
         assert not looks_ahead
+
+
+def _starts_in_training_thread() -> list[str]:
+    """Gathers that a forward asks for, by their units, and when it first waits for one."""
+    trainer = Trainer(zeropp.Config(node_size=2))
+    trainer.step()
+    with profile_all_threads() as prof:
+        trainer.evaluate()
+    named = {}
+    for event in prof.events():
+        what, _, unit = event.name.partition(" ")
+        if what == "FSDP::all_gather":
+            named[event.time_range.start] = unit
+        elif (label := Label.read(event.name)) and label.part == "wait":
+            named[event.time_range.start] = "wait"
+    return [named[start] for start in sorted(named)]
+
+
+def test_the_second_unit_is_gathered_with_the_first(ranks: Ranks) -> None:
+    for starts in ranks.run(_starts_in_training_thread):
+        assert starts[:4] == ["", "(blocks.0)", "wait", "(blocks.1)"]  # FSDP2 has no name for the root
+
+
+class _EarlyExit(Net):
+    """May leave out the last block, after FSDP2 has been told to gather it early."""
+
+    is_early = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens.flatten())
+        for block in self.blocks[: -1 if self.is_early else None]:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def in_place(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for p in trainer.net.parameters():
+            p.mul_(0.5)
+
+
+def by_a_load(trainer: Trainer) -> None:
+    trainer.net.load_state_dict({name: p * 0.5 for name, p in trainer.net.state_dict().items()})
+
+
+def by_a_step_without_a_forward(trainer: Trainer) -> None:
+    for p in trainer.net.parameters():
+        p.grad = torch.ones_like(p)
+    trainer.optimizer.step()
+
+
+def by_invalidate(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for p in trainer.net.parameters():
+            local(p).mul_(0.5)
+    assert trainer.zpp is not None
+    trainer.zpp.invalidate()
+
+
+def _left_out(overlap: bool) -> list[float]:
+    """Losses after changes, when a unit had been gathered and not used."""
+    losses = []
+    for change in (in_place, by_a_load, by_a_step_without_a_forward, by_invalidate):
+        torch.manual_seed(0)
+        net = _EarlyExit()
+        for block in net.blocks:
+            fully_shard(block)
+        fully_shard(net)
+        trainer = Trainer(zeropp.Config(node_size=2, overlap=overlap), net=net)
+        trainer.step()
+        net.is_early = True
+        trainer.evaluate()
+        net.is_early = False
+        net.reshard()  # type: ignore[operator]  # the root is still gathered
+        assert trainer.zpp is not None
+        assert trainer.zpp.unit_comms[-1].unit.has_early_gather == overlap
+        change(trainer)
+        losses.append(trainer.evaluate())
+    return losses
+
+
+def test_what_was_gathered_and_left_out_is_not_used_after_a_change(ranks: Ranks) -> None:
+    assert ranks.run(_left_out, True) == ranks.run(_left_out, False)
 
 
 def _with_own_prefetch() -> bool:

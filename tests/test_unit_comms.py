@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import zeropp
 from tests.configs import CONFIGS
@@ -240,6 +240,25 @@ def _told(name: str) -> dict[str, Any]:
     zpp.set_config(TWO_HOP, overrides={"blocks.1": zeropp.Config.four_bit(node_size=2)})
     history["one unit"] = zpp.has_history
     return {"nodes": zpp.nodes, "history": history}
+
+
+def _messages_of_a_gather(chunks: Any) -> list[int]:
+    """Calls of the hop across nodes, of a unit with rows of 205,000 elements; with overlap and without."""
+    calls = []
+    for overlap in (True, False):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(1024, 800)
+        fully_shard(net)
+        zpp = zeropp.apply(net, zeropp.Config(node_size=2, chunks=chunks, overlap=overlap))
+        net(torch.ones(1, 1024))
+        (sent,) = [traffic for key, traffic in zpp.ledger.rows() if key.hop == "across"]
+        calls.append(sent.calls)
+    return calls
+
+
+def test_what_is_not_large_stays_whole_on_gloo_unless_asked_for(ranks: Ranks) -> None:
+    assert ranks.run(_messages_of_a_gather, "auto") == [[1, 1]] * 4
+    assert ranks.run(_messages_of_a_gather, 2) == [[2, 2]] * 4
 
 
 def test_callers_can_ask_for_nodes_and_history(ranks: Ranks) -> None:

@@ -19,6 +19,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
@@ -257,13 +258,39 @@ class Unit:
     def set_forward_prefetch(self, units: list[Unit]) -> None:
         self.module.set_modules_to_forward_prefetch([unit.module for unit in units])
 
+    def gather_early(self) -> None:
+        """Start to gather it; FSDP2 waits for that before the unit computes."""
+        self.module.unshard(async_op=True)
+
+    @property
+    def has_early_gather(self) -> bool:
+        """Whether FSDP2 has weights of it that it has not used yet, or will have."""
+        return any(group._all_gather_result is not None for group in self._param_groups)
+
+    def forget_early_gather(self) -> list[dist.Work]:
+        """Have FSDP2 forget weights that were gathered and not used yet: it gathers again before it computes.
+        Returns gathers that may still be on their way."""
+        works: list[dist.Work] = []
+        for group in self._param_groups:
+            result, group._all_gather_result = group._all_gather_result, None
+            if result is not None and result.all_gather_work is not None:
+                works.append(result.all_gather_work)
+        return works
+
     def drop_early_gather(self) -> None:
         """Forget weights that were gathered and not used yet: they are others now."""
-        for group in self._param_groups:
-            if group._all_gather_result is not None:
-                if group._all_gather_result.all_gather_work is not None:
-                    group._all_gather_result.all_gather_work.wait()
-                group._all_gather_result = None
+        for work in self.forget_early_gather():
+            work.wait()
+
+    def drop_gathered(self) -> None:
+        """Forget gathered weights, used or not. (After an evaluation FSDP2 still has those of the root.)"""
+        self.drop_early_gather()
+        self.module.reshard()
+
+    def before_forward(self, react: Callable[[], None]) -> RemovableHandle:
+        """Call `react` before FSDP2 prepares a forward of the unit's module."""
+        react = torch.compiler.disable(react)
+        return self.module.register_forward_pre_hook(lambda *_: react(), prepend=True)
 
     @property
     def most_reductions(self) -> int:

@@ -112,8 +112,8 @@ class ZeroPP:
 
         The next gather of every unit sends the weights across nodes again. Call it on every rank.
         """
-        for _, all_gather, _ in self._installed():
-            all_gather.invalidate()
+        for comms in self.unit_comms:
+            comms.invalidate()
 
     def set_config(self, config: Config, *, overrides: Mapping[str, Config] | None = None) -> None:
         """Go on with another Config, between two steps; call it on every rank.
@@ -299,14 +299,16 @@ class ZeroPP:
         """Inside, weights are gathered as they are, by FSDP2's own collective: for an evaluation of the model
         that a checkpoint would hold, to the last bit. Training computes with decoded weights (int8, by
         default), and so does an evaluation without this. Enter it on every rank."""
-        gathers = [all_gather for _, all_gather, _ in self._installed()]
-        before = [all_gather.is_exact for all_gather in gathers]
-        for all_gather in gathers:
+        installed = list(self._installed())
+        before = [all_gather.is_exact for _, all_gather, _ in installed]
+        for comms, all_gather, _ in installed:
+            comms.unit.drop_gathered()
             all_gather.is_exact = True
         try:
             yield
         finally:
-            for all_gather, was_exact in zip(gathers, before, strict=True):
+            for (comms, all_gather, _), was_exact in zip(installed, before, strict=True):
+                comms.unit.drop_gathered()
                 all_gather.is_exact = was_exact
 
     def release(self) -> None:
@@ -372,8 +374,7 @@ class ZeroPP:
         for comms, all_gather, reduce_scatter in self._installed():
             all_gather.belong_to(self)
             comms.unit.install(all_gather, reduce_scatter)
-            self._handles += comms.unit.on_load(comms.unit.drop_early_gather)
-            self._handles += comms.unit.on_load(all_gather.invalidate)
+            self._handles += comms.unit.on_load(comms.invalidate)
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
                 comms.unit.send_unused_gradients()  # kept errors need one layout in every step

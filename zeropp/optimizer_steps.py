@@ -115,8 +115,7 @@ class OptimizerSteps:
         """Whether there are any of ours."""
         concerned = self._changed_by(optimizer)
         for comms, changed in concerned:
-            if comms.pair is not None:
-                comms.pair.all_gather.after_step(changed)
+            comms.after_step(changed)
         return bool(concerned)
 
     def _changed_by(self, optimizer: Optimizer) -> list[tuple[UnitComms, set[int]]]:

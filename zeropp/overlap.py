@@ -23,10 +23,16 @@ device's streams, and a CPU has none. So the first forward is watched, and then 
 `set_modules_to_forward_prefetch` is told to gather units while those before them compute, unless the user has
 told it something. FSDP2 asks for them when it has got this unit's weights, so with one unit early the link
 would stand still from the end of one gather until the next one is encoded. With two, the next one is already
-on its way (lanes.py). That holds the weights of three units at a time, but not at the end of forward, where
-memory is scarce: there is no unit left to gather. A unit that a later forward leaves out is gathered for
-nothing, and FSDP2 keeps that for its next use: if weights are loaded meanwhile, it is dropped
-(`Unit.drop_early_gather`).
+on its way (lanes.py). For the same reason the second unit is asked for together with the first, before FSDP2
+prepares the forward. All this holds the weights of three units at a time, but not at the end of forward,
+where memory is scarce: there is no unit left to gather.
+
+[Note: Gathered and not used]
+A unit that a later forward leaves out is gathered for nothing, and so is what was on its way when a forward
+has raised. FSDP2 keeps that for the unit's next use, and does not ask whether it is still good. So it is made
+to forget it whenever weights change: after an optimizer's step, a load, `invalidate()`, and, where operations
+on parameters have moved their version, before the next forward. If a gather itself has failed, all that were
+asked for are given up: their weights may be as stale, and what has failed left nothing to compute with.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from .comm.lanes import LaneWork
 from .fsdp import Unit
@@ -138,9 +145,13 @@ class ForwardPrefetch:
         self._order: list[Unit] = []
         self._told: list[Unit] = []
         self._is_known = False
+        self._hook: RemovableHandle | None = None
+        self._versions: dict[Unit, list[int]] = {}
+        """Of weights that were last gathered."""
 
     def gathers(self, unit: Unit) -> None:
         """A unit is about to be gathered."""
+        self._versions[unit] = unit.version()
         if self._is_known:
             return
         if unit.is_in_forward and unit not in self._order:
@@ -151,12 +162,30 @@ class ForwardPrefetch:
                 self._told = self._order[:-1]
                 for place, known in enumerate(self._told, 1):
                     known.set_forward_prefetch(self._order[place : place + UNITS_EARLY])
+                if self._told:
+                    self._hook = self._order[0].before_forward(self._gather_first)
+
+    def _gather_first(self) -> None:
+        if is_in_backward():  # a recomputation
+            return
+        for unit in self._order:  # [Note: Gathered and not used]
+            if unit.has_early_gather and unit.version() != self._versions[unit]:
+                unit.drop_early_gather()
+        for unit in self._order[:2]:
+            unit.gather_early()
 
     def remove(self) -> None:
         """Leave FSDP2 as it was, and learn anew if there is another forward."""
         for unit in self._told:
             unit.set_forward_prefetch([])
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         self._order, self._told, self._is_known = [], [], False
+
+
+def is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def can_overlap(unit: Unit) -> bool:
@@ -170,6 +199,14 @@ class Overlap:
     def __init__(self) -> None:
         self.late = LateGradients()
         self.prefetch = ForwardPrefetch()
+        self.units: set[Unit] = set()
+
+    def give_up_gathers(self) -> None:
+        """Without waiting: see [Note: Gathered and not used]. On other ranks they may wait for this one."""
+        for unit in self.units:
+            for work in unit.forget_early_gather():
+                if isinstance(work, LaneWork):
+                    work.give_up()
 
     def remove(self) -> None:
         """Leave FSDP2 as it was, with nothing on its way."""
@@ -182,18 +219,22 @@ class UnitOverlap:
 
     def __init__(self, unit: Unit, overlap: Overlap) -> None:
         self._unit, self._overlap = unit, overlap
+        overlap.units.add(unit)
 
     def before_gather(self) -> None:
         """Called in the training thread."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._overlap.late.forget_failed()
         self._overlap.prefetch.gathers(self._unit)
+
+    def gather_failed(self) -> None:
+        """Called in the training thread, before it raises."""
+        self._overlap.give_up_gathers()
 
     def late_place(self, output: Tensor) -> Tensor | None:
         """Where to reduce to while FSDP2 goes on, if it expects the result in `output`; one may start now.
         None: it must be there when FSDP2 goes on."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not (in_backward and self._unit.takes_gradients_late(output.numel())):
+        if not (is_in_backward() and self._unit.takes_gradients_late(output.numel())):
             return None
         self._overlap.late.make_room(self._unit.most_reductions)
         return output if self._unit.makes_gradients_of(output) else torch.empty_like(output)

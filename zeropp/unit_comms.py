@@ -4,7 +4,7 @@ it alone."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -142,6 +142,18 @@ class UnitComms:
         if self.has_put_off:
             self.unit.drop_held_gradients()
 
+    def after_step(self, changed: Collection[int]) -> None:
+        """An optimizer changed these parameters."""
+        if self.pair is not None:
+            self.unit.drop_early_gather()
+            self.pair.all_gather.after_step(changed)
+
+    def invalidate(self) -> None:
+        """The weights are others now: the next gather sends all of them."""
+        if self.pair is not None:
+            self.unit.drop_early_gather()
+            self.pair.all_gather.invalidate()
+
     def remove(self) -> None:
         """Give the unit back to FSDP2, as it was."""
         if not self.requires_sync:
@@ -274,7 +286,7 @@ def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool =
     comms.pair = CommPair(
         AllGather(
             *(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
-            before=None if beside is None else beside.before_gather,
+            overlap=beside,
         ),
         ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_lengths, beside),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,14 @@ WEIGHTS_FIELDS = (
 """Fields of Config that decide on the bytes of a node shard."""
 
 
+class GatherOverlap(Protocol):
+    """Hears of gathers that go on while the training thread computes: see overlap.py."""
+
+    def before_gather(self) -> None: ...
+
+    def gather_failed(self) -> None: ...
+
+
 class AllGather:
     """Takes the place of FSDP2's all-gather in one unit."""
 
@@ -52,10 +60,8 @@ class AllGather:
         weights: Callable[[], tuple[Weight, ...]] = tuple,
         versions: Callable[[], Sequence[int]] = tuple,
         split: Callable[[], Split] | None = None,
-        before: Callable[[], None] | None = None,
+        overlap: GatherOverlap | None = None,
     ) -> None:
-        """`before` is called before each gather, if gathers overlap with what the training thread computes;
-        None: they do not."""
         self.wire = wire
         self.config = config
         self.hops = hops
@@ -77,7 +83,8 @@ class AllGather:
         """Whether an optimizer has, since the last gather."""
         self.owner: Any = None
         """Whoever installed this comm; keeps it alive with the model."""
-        self._before = before
+        self._overlap = overlap
+        """None: gathers do not go on while the training thread computes."""
         self._beside: dist.Work | None = None
         """The last gather beside the current stream or thread, until somebody needs its result."""
 
@@ -163,8 +170,8 @@ class AllGather:
     ) -> dist.Work | None:
         world_size, numel, dtype = self.wire.topology.size, input_tensor.numel(), input_tensor.dtype
         self._settle()
-        if self._before is not None:
-            self._before()
+        if self._overlap is not None:
+            self._overlap.before_gather()
             async_op = True
         if group.size() != world_size:
             # reshard_after_forward=int: FSDP2 gathers weights that it already has, decoded, on fewer ranks.
@@ -182,10 +189,11 @@ class AllGather:
         refuse_capture(self.wire.unit, device)
         self.wire.alarm.raise_if_known()
         gather = partial(self._gather, input_tensor, output_tensor.view(world_size, -1), group)
-        if self._before is not None:
+        if self._overlap is not None:
             for part in self.groups:
                 part.reserve(device)
-            self._beside = lane("gather").run(self.wire.unit, gather)
+            failed = self._overlap.gather_failed
+            self._beside = lane("gather").run(self.wire.unit, gather, on_error=failed)
         elif async_op and device.type != "cpu":
             self._beside = run_beside(device, partial(finish, gather(0)), (output_tensor, input_tensor))
         else:

@@ -33,6 +33,7 @@ is a daemon all the same: it holds nobody up for longer.
 from __future__ import annotations
 
 import atexit
+import logging
 from collections import deque
 from collections.abc import Callable, Generator
 from datetime import timedelta
@@ -45,6 +46,8 @@ import torch
 import torch.distributed as dist
 
 from ..labels import Collective, Label, labelled
+
+logger = logging.getLogger("zeropp")
 
 Direction = Literal["gather", "reduce"]
 COLLECTIVE: dict[Direction, Collective] = {"gather": "all_gather", "reduce": "reduce_scatter"}
@@ -69,7 +72,15 @@ def tag_of(unit: str, chunk: int = 0) -> int:
 class LaneWork(dist.Work):
     """A job of a lane; FSDP2 waits for it as for any collective."""
 
-    def __init__(self, direction: Direction, unit: str, job: Job, slot: int, reads_first: bool) -> None:
+    def __init__(
+        self,
+        direction: Direction,
+        unit: str,
+        job: Job,
+        slot: int,
+        reads_first: bool,
+        on_error: Callable[[], None] | None,
+    ) -> None:
         super().__init__()
         self._direction: Direction = direction
         self._unit = unit
@@ -80,6 +91,8 @@ class LaneWork(dist.Work):
         self._is_inference = torch.is_inference_mode_enabled()
         self._done = Event()
         self._error: BaseException | None = None
+        self._on_error = on_error
+        self._is_given_up = False
 
     def advance(self) -> None:
         """Go on to where it has to wait next, in the lane's thread, with what is thread-local of whoever gave
@@ -105,9 +118,18 @@ class LaneWork(dist.Work):
         error, self._error = self._error, None
         if error is not None:
             where = f"{self._direction} of unit '{self._unit}'"
+            if self._is_given_up:
+                logger.debug("zeropp: in a %s that was given up: %s", where, error)
+                return True
             error.add_note(f"in the {where}, beside the training thread")
+            if self._on_error is not None:
+                self._on_error()
             raise error
         return True
+
+    def give_up(self) -> None:
+        """Nobody wants what it brings any more, so an error in it is none."""
+        self._is_given_up = True
 
     def wait_until_read(self) -> None:
         """Until the job needs what it was given to send no more."""
@@ -139,11 +161,20 @@ class Lane:
         self._lock = Lock()
         self._thread: Thread | None = None
 
-    def run(self, unit: str, job: Job, *, reads_first: bool = False) -> LaneWork:
+    def run(
+        self,
+        unit: str,
+        job: Job,
+        *,
+        reads_first: bool = False,
+        on_error: Callable[[], None] | None = None,
+    ) -> LaneWork:
         """Have `job` done after all that was given before. reads_first: before it yields for the first time,
-        it has read all that it sends, and needs it no more."""
+        it has read all that it sends, and needs it no more. on_error: called before an error is raised in
+        whoever waits."""
         with self._lock:
-            work = LaneWork(self._direction, unit, job, self._count % MOST_JOBS, reads_first)
+            slot = self._count % MOST_JOBS
+            work = LaneWork(self._direction, unit, job, slot, reads_first, on_error)
             self._count += 1
             self._given.append(work)
             if self._thread is None:
