@@ -168,7 +168,7 @@ def _go_on_after_an_error(overlap: bool) -> list[tuple[float, float]]:
     """For a change in the whole net and in each block, losses after the error and `invalidate()`: with the
     node shard, and without."""
     losses = []
-    for changed in (lambda net: net, lambda net: net.blocks[0], lambda net: net.blocks[1]):
+    for blocks in (slice(0), slice(1), slice(1, 2)):
         after = []
         for secondary in (True, False):
             config = zeropp.Config(node_size=2, secondary=secondary, overlap=overlap)
@@ -177,7 +177,8 @@ def _go_on_after_an_error(overlap: bool) -> list[tuple[float, float]]:
             trainer.step()
             trainer.evaluate()
             trainer.net.reshard()  # type: ignore[operator]
-            local_edit(changed(trainer.net))
+            for part in trainer.net.blocks[blocks] or [trainer.net]:
+                local_edit(part)
             assert bool(_error_of(trainer.evaluate)) == secondary
             trainer.zpp.invalidate()
             after.append(trainer.evaluate())

@@ -329,8 +329,8 @@ def test_forgetting_to_sync_is_an_error(ranks: Ranks) -> None:
 
 
 def _exact_losses() -> tuple[float, float, float]:
-    """Of decoded weights, of exact ones, and of what plain FSDP2 gathers; after an evaluation of the ones or
-    the others, in which the root stays gathered."""
+    """Losses of decoded weights, of exact ones, and of what plain FSDP2 gathers; after an evaluation of the
+    ones or the others, in which the root stays gathered."""
     trainer = Trainer(zeropp.Config(node_size=2))
     assert trainer.zpp is not None
     trainer.step()

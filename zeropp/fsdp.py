@@ -289,8 +289,9 @@ class Unit:
 
     def before_forward(self, react: Callable[[], None]) -> RemovableHandle:
         """Call `react` before FSDP2 prepares a forward of the unit's module."""
-        react = torch.compiler.disable(react)
-        return self.module.register_forward_pre_hook(lambda *_: react(), prepend=True)
+        untraced = torch.compiler.disable(react)  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = self.module.register_forward_pre_hook(lambda *_: untraced(), prepend=True)
+        return handle
 
     @property
     def most_reductions(self) -> int:

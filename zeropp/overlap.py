@@ -147,7 +147,7 @@ class ForwardPrefetch:
         self._is_known = False
         self._hook: RemovableHandle | None = None
         self._versions: dict[Unit, list[int]] = {}
-        """Of weights that were last gathered."""
+        """Versions of the weights that were last gathered."""
 
     def gathers(self, unit: Unit) -> None:
         """A unit is about to be gathered."""
