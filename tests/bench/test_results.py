@@ -55,6 +55,18 @@ def test_median_and_spread() -> None:
     assert Cell("x", 1, [100.0] * 9 + [1000.0]).spread == 0.0  # one outlier among many
 
 
+def test_a_reader_is_told_that_the_machine_was_not_quiet(results: Results) -> None:
+    def told() -> list[str]:
+        return [sentence for sentence in verdicts(results) if "not a quiet machine" in sentence]
+
+    assert told() == []
+    cell(results, "wire16", 1).stolen = [0.0, 0.01]
+    assert told() == []
+    cell(results, "default", 1).stolen = [0.1, 0.2]
+    assert len(told()) == 1
+    assert "up to 15% of its cores' time (while zeropp's default was measured)" in told()[0]
+
+
 def test_a_reader_is_told_where_rivals_win(results: Results) -> None:
     said = verdicts(results)
     assert "1 micro-batch: faster than our default: none" in said

@@ -46,6 +46,8 @@ def test_a_small_benchmark_measures_every_strategy() -> None:
         assert cell.peak_bytes > 0
         assert cell.model_state_bytes > 0
         assert cell.parts_ms["compute"] > 0
+        (stolen,) = cell.stolen  # one round
+        assert 0 <= stolen < 1
         if cell.ledger_bytes is not None:
             assert cell.sent_bytes == pytest.approx(cell.ledger_bytes, rel=0.05)
     states = {cell.strategy: cell.model_state_bytes for cell in results.cells}

@@ -14,6 +14,7 @@ from ..strategies import BASELINE, DEFAULT, NOT_RUN, STRATEGIES, Strategy, find_
 from ..wording import count, parameters
 from .workload import Workload
 
+STOLEN_IS_MUCH = 0.02
 EXPECTED = "a JSON file that `zeropp lab bench` wrote"
 
 
@@ -35,6 +36,8 @@ class Cell:
     """... and how much of it in each phase: forward and backward of every micro-batch, optimizer."""
     cores_ms: float = 0.0
     """CPU time of all ranks, divided by the cores that they share: no step can be shorter."""
+    stolen: list[float] = field(default_factory=list)
+    """Share of all cores' time that a virtual machine's host gave to others meanwhile, in each round."""
     parts_ms: dict[str, float] = field(default_factory=dict)
     """Where the time of one profiled step went, mean over ranks."""
     peak_bytes: int = 0
@@ -234,6 +237,14 @@ def verdicts(results: Results) -> list[str]:
     for cell in (cell for cell in results.cells if cell.chosen):
         said = f"chose {', '.join(cell.chosen)} ({cell.micro_batches} per step)"
         sentences.append(f"{titles[cell.strategy]}: {said}")
+    if stolen := {cell.strategy: statistics.mean(cell.stolen) for cell in results.cells if cell.stolen}:
+        most = max(stolen, key=lambda strategy: stolen[strategy])
+        if stolen[most] > STOLEN_IS_MUCH:
+            sentences.append(
+                f"not a quiet machine: its host gave others up to {stolen[most]:.0%} of its cores' time (while "
+                f"{titles[most]} was measured), and {statistics.median(stolen.values()):.0%} in the median; "
+                "what computes took longer by it"
+            )
     not_run = {titles[name]: why for name, why in results.failed.items()} | NOT_RUN
     sentences += [f"not run: {what}: {why}" for what, why in not_run.items()]
     return sentences

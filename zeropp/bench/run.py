@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -191,7 +192,10 @@ class _Bench:
         self._build(strategy, self._link(), micro_batches)
         chosen = self.ranks.choose(micro_batches)[0].name if strategy.is_auto else None
         count = _fewer(STEPS_OF_A_CELL, micro_batches)
+        stolen_before, started = _stolen_seconds(), time.monotonic()
         runs = self.ranks.take_steps(count, micro_batches)
+        cores = len(os.sched_getaffinity(0))
+        stolen = (_stolen_seconds() - stolen_before) / (time.monotonic() - started) / cores
         step_ms = [1e3 * max(run.seconds[step] for run in runs) for step in range(count)]
         if strategy is COMPUTE:
             self.results.compute_ms.setdefault(micro_batches, []).extend(step_ms)
@@ -202,6 +206,7 @@ class _Bench:
             cell = Cell(strategy.name, micro_batches)
             self.results.cells.append(cell)
         cell.step_ms += step_ms
+        cell.stolen.append(stolen)
         cell.chosen += [] if chosen is None else [chosen]
         leaders = runs[:: self.settings.ranks_per_node]
         cell.sent_bytes = sum(run.tx_bytes for run in leaders) / len(leaders) / count
@@ -210,7 +215,7 @@ class _Bench:
         if ledgers:
             cell.ledger_bytes = sum(ledgers) / len(leaders) / count
             cell.bytes_shares = _shares(runs, lambda phase: phase.ledger_bytes)
-        cell.cores_ms = 1e3 * sum(run.cpu_seconds for run in runs) / count / len(os.sched_getaffinity(0))
+        cell.cores_ms = 1e3 * sum(run.cpu_seconds for run in runs) / count / cores
         if number == 0:
             memory = self.ranks.read_memory()
             cell.peak_bytes = max(rank.peak_bytes for rank in memory)
@@ -289,6 +294,12 @@ def _turns(strategies: Sequence[Strategy]) -> Iterator[Strategy]:
 
 def _fewer(steps: int, micro_batches: int) -> int:
     return max(1, steps // micro_batches)
+
+
+def _stolen_seconds() -> float:
+    """What the host of a virtual machine has given to others of all cores, so far: "steal" in /proc/stat."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def _median_seconds(runs: Sequence[Steps]) -> float:
