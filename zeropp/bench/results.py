@@ -241,9 +241,9 @@ def verdicts(results: Results) -> list[str]:
         most = max(stolen, key=lambda strategy: stolen[strategy])
         if stolen[most] > STOLEN_IS_MUCH:
             sentences.append(
-                f"not a quiet machine: its host gave others up to {stolen[most]:.0%} of its cores' time (while "
-                f"{titles[most]} was measured), and {statistics.median(stolen.values()):.0%} in the median; "
-                "what computes took longer by it"
+                f"not a quiet machine: its host gave others up to {stolen[most]:.0%} of its cores' time "
+                f"(while {titles[most]} was measured), and {statistics.median(stolen.values()):.0%} in the "
+                "median; what computes took longer by it"
             )
     not_run = {titles[name]: why for name, why in results.failed.items()} | NOT_RUN
     sentences += [f"not run: {what}: {why}" for what, why in not_run.items()]
