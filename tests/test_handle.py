@@ -340,7 +340,6 @@ def _exact_losses() -> tuple[float, float, float]:
         assert trainer.evaluate() == exact
     assert trainer.evaluate() == decoded
     trainer.zpp.remove()
-    trainer.net.reshard()  # type: ignore[operator]
     return decoded, exact, trainer.evaluate()
 
 

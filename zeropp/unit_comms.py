@@ -159,6 +159,7 @@ class UnitComms:
         if not self.requires_sync:
             self.set_sync(True)
         if self.pair is not None:
+            self.unit.drop_gathered()
             self.unit.restore()
         self.unit.send_unused_as_set()
         self.pair = None
