@@ -237,14 +237,14 @@ def verdicts(results: Results) -> list[str]:
     for cell in (cell for cell in results.cells if cell.chosen):
         said = f"chose {', '.join(cell.chosen)} ({cell.micro_batches} per step)"
         sentences.append(f"{titles[cell.strategy]}: {said}")
-    if stolen := {cell.strategy: statistics.mean(cell.stolen) for cell in results.cells if cell.stolen}:
-        most = max(stolen, key=lambda strategy: stolen[strategy])
-        if stolen[most] > STOLEN_IS_MUCH:
-            sentences.append(
-                f"not a quiet machine: its host gave others up to {stolen[most]:.0%} of its cores' time "
-                f"(while {titles[most]} was measured), and {statistics.median(stolen.values()):.0%} in the "
-                "median; what computes took longer by it"
-            )
+    stolen = [(statistics.mean(cell.stolen), titles[cell.strategy]) for cell in results.cells if cell.stolen]
+    most, while_measuring = max(stolen, default=(0.0, ""))
+    if most > STOLEN_IS_MUCH:
+        sentences.append(
+            f"not a quiet machine: its host gave others up to {most:.0%} of its cores' time (while "
+            f"{while_measuring} was measured), and {statistics.median(share for share, _ in stolen):.0%} in the "
+            "median; what computes took longer by it"
+        )
     not_run = {titles[name]: why for name, why in results.failed.items()} | NOT_RUN
     sentences += [f"not run: {what}: {why}" for what, why in not_run.items()]
     return sentences
