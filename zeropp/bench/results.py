@@ -242,8 +242,8 @@ def verdicts(results: Results) -> list[str]:
     if most > STOLEN_IS_MUCH:
         sentences.append(
             f"not a quiet machine: its host gave others up to {most:.0%} of its cores' time (while "
-            f"{while_measuring} was measured), and {statistics.median(share for share, _ in stolen):.0%} in the "
-            "median; what computes took longer by it"
+            f"{while_measuring} was measured), and {statistics.median(share for share, _ in stolen):.0%} in "
+            "the median; what computes took longer by it"
         )
     not_run = {titles[name]: why for name, why in results.failed.items()} | NOT_RUN
     sentences += [f"not run: {what}: {why}" for what, why in not_run.items()]
