@@ -60,8 +60,10 @@ class Reduction:
 
     unit: Unit
     work: dist.Work
-    gradients: Tensor | int
-    """The full ones, which must stay as they are until they are read; how many bytes, if `work` has them."""
+    full_bytes: int
+    """Of the full gradients, which must stay as they are until they are read."""
+    full: Tensor | None
+    """They themselves, where `work` is the backend's own, and need not keep them."""
     reduced: Tensor
     """This rank's shard of their sum, when `work` is done."""
     is_gradient: bool
@@ -73,8 +75,7 @@ class Reduction:
 
     @property
     def nbytes(self) -> int:
-        full = self.gradients if isinstance(self.gradients, int) else self.gradients.nbytes
-        return (0 if self.is_gradient else self.reduced.nbytes) + (0 if self.is_read else full)
+        return (0 if self.is_gradient else self.reduced.nbytes) + (0 if self.is_read else self.full_bytes)
 
     def wait_until_read(self) -> None:
         self.work.wait_until_read() if isinstance(self.work, LaneWork) else self.work.wait()
@@ -244,5 +245,5 @@ class UnitOverlap:
         is_gradient = reduced is output
         if not is_gradient:
             output.fill_(-0.0)
-        kept = gradients.nbytes if isinstance(work, LaneWork) else gradients
-        self._overlap.late.expect(Reduction(self._unit, work, kept, reduced, is_gradient))
+        full = None if isinstance(work, LaneWork) else gradients
+        self._overlap.late.expect(Reduction(self._unit, work, gradients.nbytes, full, reduced, is_gradient))
