@@ -54,8 +54,8 @@ class Steps:
     """What this rank sent to other nodes, as its ledger has it; None: no ledger."""
     cpu_seconds: float
     """What this rank took of the cores, with the threads of gloo."""
-    last_phases: list[Phase]
-    """Phases of the last step; empty if they are not told apart."""
+    phases: list[list[Phase]]
+    """Phases of each step; empty if they are not told apart."""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ class _Bench:
             versions={"zeropp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         )
         self._on_progress = on_progress
+        self._compute_runs: dict[int, list[Steps]] = {}
+        """Steps that send nothing, of all rounds, by number of micro-batches."""
         self._started = time.monotonic()
         self._done, self._total = 0.0, self._count_work()
 
@@ -199,7 +201,9 @@ class _Bench:
         step_ms = [1e3 * max(run.seconds[step] for run in runs) for step in range(count)]
         if strategy is COMPUTE:
             self.results.compute_ms.setdefault(micro_batches, []).extend(step_ms)
-            self.results.compute_shares[micro_batches] = _shares(runs, lambda phase: phase.seconds)
+            self._compute_runs.setdefault(micro_batches, []).extend(runs)
+            computed = _shares(self._compute_runs[micro_batches], lambda phase: phase.seconds)
+            self.results.compute_shares[micro_batches] = computed
             return
         cell = self.results.cell(strategy.name, micro_batches)
         if cell is None:
@@ -309,8 +313,9 @@ def _median_seconds(runs: Sequence[Steps]) -> float:
 
 
 def _shares(runs: Sequence[Steps], of: Callable[[Phase], float]) -> list[float]:
-    """How much of a step each of its phases has, over all ranks."""
-    phases = [sum(map(of, same)) for same in zip(*(run.last_phases for run in runs), strict=True)]
+    """How much of a step each of its phases has, over all ranks and steps."""
+    steps = [phases for run in runs for phases in run.phases]
+    phases = [sum(map(of, same)) for same in zip(*steps, strict=True)]
     return [phase / sum(phases) for phase in phases] if sum(phases) else []
 
 

@@ -71,9 +71,9 @@ class FsdpTraining:
             self._end_phase()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._end_phase()
         if self.strategy.engine == "compute":
             dist.barrier()  # or ranks drift apart, and those behind get the cores of those that are done
-        self._end_phase()
         return total.item()
 
     def _end_phase(self) -> None:
