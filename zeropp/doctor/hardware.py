@@ -10,16 +10,20 @@ so what they share (cores, memory, links) is shared here, too:
     hops        each of zeropp's hops, and FSDP2's own collectives, on each kind of link at several sizes;
                 latency + bytes * rate is fitted
     host        CPU time that the cores spend on moving a byte, times how many ranks share a core
+    core wait   how much longer small hops take in a thread beside those layers
 
-The last is found by computing alone and together: a rank that computes twice as fast alone shares its core.
+How many ranks share a core is found by computing alone and together: a rank that computes twice as fast alone
+shares its core.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,13 +47,15 @@ from ..plan.operation_work import WorkCounter
 from ..plan.trace import Level, Pattern
 from ..quant import make_codec
 from ..topology import Hop, Topology
-from .meter import Meter
+from .meter import LONG_ROUND, Meter
 
 CODECS: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
 BLOCK_SIZE = 128
 CALL_SECONDS = 0.1
 """Sizes are left out when a call of the size before took longer than this."""
 LAYERS = 3
+HOPS_BESIDE, PAUSE_BETWEEN, SMALL_BYTES = 40, 0.002, 1 << 12
+"""Hops that are timed beside compute: how many, seconds between them, and what a rank sends in each."""
 MIN_PRODUCTS_SHARE = 0.2
 """Share of a layer's time that matrix products take at least, whatever passes over memory seem to explain."""
 TOO_FAST_NS = 1e-3
@@ -97,7 +103,7 @@ class Measurement:
 def measure(size: Size, device: torch.device, topology: Topology) -> Measurement:
     """Measure this cluster. Collective: call it on every rank, in an initialized process group."""
     meter = Meter(device, size.repeats)
-    memory_rate = 3 * _PASS_BYTES / meter.seconds(_memory_pass(device), calls=4)
+    memory_rate = 3 * _PASS_BYTES / meter.seconds(_memory_pass(device), LONG_ROUND)
     train_layers = _layers(size, device)
     with WorkCounter() as work:
         train_layers()
@@ -116,7 +122,8 @@ def measure(size: Size, device: torch.device, topology: Topology) -> Measurement
     hardware = _as_hardware(topology, device, flops_rate, memory_rate, codecs, costs)
     if device.type == "cpu":
         host = meter.mean(cpu_seconds / wire_bytes * 1e9) * sharing
-        hardware = hardware.changed(host_ns_per_byte=host)
+        wait = _core_wait_us(meter, topology, train_layers)
+        hardware = hardware.changed(host_ns_per_byte=host, core_wait_us=wait)
     one_rank = _one_rail_gbit_s(meter, topology, size.wire_bytes[-1])
     return Measurement(hardware, one_rank, points)
 
@@ -157,8 +164,8 @@ def _codec_speed(meter: Meter, name: CodecName) -> CodecSpeed:
     source = torch.randn(rows, numel, device=meter.device).to(dtype)
     encoded = torch.empty(rows, codec.row_bytes(numel), dtype=torch.uint8, device=meter.device)
     out = torch.empty_like(source)
-    encode = meter.seconds(lambda: codec.encode(source, encoded), calls=8)
-    decode = meter.seconds(lambda: codec.decode(encoded, out), calls=8)
+    encode = meter.seconds(lambda: codec.encode(source, encoded), LONG_ROUND)
+    decode = meter.seconds(lambda: codec.decode(encoded, out), LONG_ROUND)
     return CodecSpeed(rows * numel / encode / 1e6, rows * numel / decode / 1e6)
 
 
@@ -269,6 +276,29 @@ def _fit(points: list[tuple[int, float]]) -> Cost:
     rate = max(rate, 0.0)
     latency = max(mean_seconds - rate * mean_bytes, 0.0)
     return Cost(round(latency * 1e6, 3), round(rate * 1e9, 6))
+
+
+def _core_wait_us(meter: Meter, topology: Topology, compute: Callable[[], None]) -> float:
+    """How much longer a small hop takes, the mean of both, while all ranks compute in another thread."""
+
+    def seconds_of_hops(run: Callable[[], object]) -> float:
+        taken = 0.0
+        for _ in range(HOPS_BESIDE):
+            time.sleep(PAUSE_BETWEEN)  # the thread must ask for a core again, as after a long transfer
+            taken += meter.timed(run)
+        return taken / HOPS_BESIDE
+
+    longer = []
+    for hop in (hop for hop in topology.hops() if hop.size > 1):
+        run, _ = _prepare_ours("all_gather", topology, meter.device, hop, SMALL_BYTES)
+        idle = meter.seconds(run)
+        dist.barrier()
+        with ThreadPoolExecutor(1) as beside:
+            busy = beside.submit(seconds_of_hops, run)
+            while not busy.done():
+                compute()  # sends nothing, so ranks may do it a different number of times
+        longer.append(max(0.0, meter.mean(busy.result()) - idle))
+    return statistics.mean(longer) * 1e6 if longer else 0.0
 
 
 def _one_rail_gbit_s(meter: Meter, topology: Topology, wire_bytes: int) -> float | None:

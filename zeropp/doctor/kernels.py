@@ -15,7 +15,7 @@ from ..config import INTEGERS, CodecName
 from ..quant import BlockFormat, make_codec, reference
 from ..quant.dispatch import Implementation, implementation_for
 from .check import Check, Finding, Visit
-from .meter import Meter
+from .meter import LONG_ROUND, Meter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1), (3, 127), (2, 1021), (5, 4097))
@@ -238,9 +238,9 @@ def _speed(visit: Visit) -> Finding:
         )
         touched = torch.empty((source.nbytes + encoded.nbytes) // 2, dtype=torch.uint8, device=source.device)
         elsewhere = torch.empty_like(touched)
-        copy = meter.seconds(partial(elsewhere.copy_, touched), calls=4)
-        encode = meter.seconds(partial(codec.encode, source, encoded), calls=4) / copy
-        decode = meter.seconds(partial(codec.decode, encoded, out), calls=4) / copy
+        copy = meter.seconds(partial(elsewhere.copy_, touched), LONG_ROUND)
+        encode = meter.seconds(partial(codec.encode, source, encoded), LONG_ROUND) / copy
+        decode = meter.seconds(partial(codec.decode, encoded, out), LONG_ROUND) / copy
         told.append(f"{name} {encode:.1f} and {decode:.1f}")
         slowest = max(slowest, encode, decode)
     saw = f"encode and decode take, times a copy: {', '.join(told)} ({str(dtype).removeprefix('torch.')})"

@@ -9,21 +9,26 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+LONG_ROUND = 0.1
+"""Seconds. Ranks that share a core get it in turns of some milliseconds. What is shorter than a turn seems as
+fast as on a core of its own."""
+
 
 class Meter:
-    """Times things on all ranks at once; the slowest rank decides, as in training."""
+    """Times things on all ranks at once; in every round the slowest rank decides, as in training."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
 
-    def seconds(self, run: Callable[[], object], calls: int = 1) -> float:
-        """Seconds of one call: the median of several rounds of `calls`."""
-        run()
+    def seconds(self, run: Callable[[], object], round_seconds: float = 0.0) -> float:
+        """Seconds of one call: the median of several rounds, of one call or of as many as take so long. What
+        only computes needs long rounds: see `LONG_ROUND`."""
+        calls = 1 + int(round_seconds / self.largest(self.timed(run)))  # as many on every rank
         rounds = []
         for _ in range(self.repeats):
             dist.barrier()
             rounds.append(self.timed(run, calls))
-        return self.largest(statistics.median(rounds))
+        return statistics.median(self._reduce(rounds, dist.ReduceOp.MAX))
 
     def seconds_alone(self, run: Callable[[], object], calls: int) -> float:
         """Seconds of one call on rank 0, while the others wait."""
@@ -44,12 +49,14 @@ class Meter:
         return (time.perf_counter() - start) / calls
 
     def largest(self, value: float) -> float:
-        return self._reduce(value, dist.ReduceOp.MAX)
+        return self._reduce([value], dist.ReduceOp.MAX)[0]
 
     def mean(self, value: float) -> float:
-        return self._reduce(value, dist.ReduceOp.SUM) / dist.get_world_size()
+        return self._reduce([value], dist.ReduceOp.SUM)[0] / dist.get_world_size()
 
-    def _reduce(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, op)
-        return total.item()
+    def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        """Each of them, over all ranks."""
+        reduced = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(reduced, op)
+        found: list[float] = reduced.tolist()
+        return found

@@ -82,6 +82,8 @@ class Hardware:
     """See [Note: Overlap]."""
     host_ns_per_byte: float = 0.0
     """Time that the cores lose to compute for each byte that a rank sends. Zero where cards move the data."""
+    core_wait_us: float = 0.0
+    """How much longer a hop takes while all ranks compute: the threads that send wait for a core."""
     codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
     """Speeds of codecs, by name; those that are not here run at the rate of the memory."""
     measured: Mapping[str, Cost] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Hardware:
     def __post_init__(self) -> None:
         for name in ("peak_tflops", "memory_gib", "memory_gbyte_s", "in_node_gbyte_s", "link_gbit_s"):
             _check_positive(name, getattr(self, name))
-        for name in ("in_node_latency_us", "link_latency_us", "host_ns_per_byte"):
+        for name in ("in_node_latency_us", "link_latency_us", "host_ns_per_byte", "core_wait_us"):
             _check_positive(name, getattr(self, name), or_zero=True)
         if not 0 < self.compute_share <= 1:
             raise ValueError(f"compute_share is {self.compute_share!r}; expected a share of the peak, 0 to 1")

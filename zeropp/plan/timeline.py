@@ -21,6 +21,7 @@ On a CPU zeropp has lanes in the place of streams. Gathers start when FSDP2's wo
 - A lane has two collectives at work. While one waits for the wire, the next one is encoded.
 - Before the next reduction starts, compute waits until the one before has encoded its gradients. (Not if it
   is a ring, which sums them up to the end.)
+- When a hop is over, its lane has to get a core back from what computes (`Hardware.core_wait_us`).
 """
 
 from __future__ import annotations
@@ -244,6 +245,9 @@ class _Builder:
                 self._add(f"host {name}", "compute", ["compute"], host, beside=True)
             yield
             self._wait(stream, [on_wire])
+            if self.hardware.has_lanes(self.trace) and self.hardware.core_wait_us:
+                wait = self.hardware.core_wait_us * 1e-6
+                self._add(f"core for {name}", "compute", [stream], wait, beside=True)
             decode = self.hardware.decode_seconds(hop.codec, hop.decoded / hop.chunks)
             self._codec(f"decode {name}", decode, stream)
 
