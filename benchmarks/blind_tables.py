@@ -78,6 +78,7 @@ def llama_table() -> Table:
     columns = ("recomputed", "8 GPUs", "128 GPUs", "128 / 8", "exposed on 8", "on 128")
     for column in columns:
         table.add_column(column, justify="right")
+    predicted: dict[str, tuple[float, float]] = {}
     for checkpointing in track((False, True), "dry runs of Llama"):
         tokens, exposed = [], []
         for nodes in (1, 16):
@@ -88,10 +89,17 @@ def llama_table() -> Table:
         small, large = tokens
         shares = [f"{share:.1%}" for share in exposed]
         what = "all" if checkpointing else "nothing"
+        predicted[what] = small, large
         table.add_row(what, f"{small:,.0f}", f"{large:,.0f}", f"{large / small:.3f}", *shares)
-    for what, published in TORCHTITAN.items():
+    for how, published in TORCHTITAN.items():
         small, large = published[8], published[128]
-        table.add_row(f"published, {what}", f"{small:,}", f"{large:,}", f"{large / small:.3f}", "", "")
+        table.add_row(f"published, {how}", f"{small:,}", f"{large:,}", f"{large / small:.3f}", "", "")
+    for what, (small, large) in predicted.items():
+        for how, published in TORCHTITAN.items():
+            errors = (small / published[8], large / published[128])
+            ratio = errors[1] / errors[0]
+            cells = [f"{error - 1:+.1%}" for error in (*errors, ratio)]
+            table.add_row(f"error of {what} against {how}", *cells, "", "")
     return table
 
 
