@@ -32,15 +32,20 @@ def test_the_limit_is_compute_and_bytes_at_line_rate(results: Results) -> None:
 
 
 def test_a_phase_hides_only_what_is_sent_in_it(results: Results) -> None:
-    """Here in forward, 90 ms of 100 are computed in backward, and the optimizer has the rest."""
+    """Of 100 ms that are computed, a third is in forward, which sends for 77 ms."""
+    forward, backward = 100 / 3, 200 / 3
     default = replace(cell(results, "default", 1), bytes_shares=[1.0, 0.0, 0.0])
-    results.compute_shares[1] = [0.06, 0.9, 0.04]
     assert results.limit_ms(replace(default, cores_ms=1234.5)) == 1234.5
-    last = 6 / results.workload.layers
-    assert results.limit_ms(default) == pytest.approx(77 + last + 90 + 4)
+    last = forward / results.workload.layers
+    assert results.limit_ms(default) == pytest.approx(77 + last + backward)
     everywhere = replace(default, bytes_shares=[0.5, 0.5, 0.0])
     exposed = results.workload.first_and_last_share * 77 / 2
-    assert results.limit_ms(everywhere) == pytest.approx(77 / 2 + last + 90 + exposed + 4)
+    assert results.limit_ms(everywhere) == pytest.approx(
+        max(77 / 2 + last, exposed + forward) + exposed + backward
+    )
+    several = replace(cell(results, "default", 8), bytes_shares=[0.6, *[0.0] * 14, 0.4, 0.0])
+    exposed = results.workload.first_and_last_share * 77
+    assert results.limit_ms(several) == pytest.approx(800 + exposed)
 
 
 def test_ratios_are_to_the_16_bit_baseline(results: Results) -> None:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from ..models.loading import parameter_count
 from ..strategies import Strategy
-from .messages import Phase
 from .workload import Data, Workload, loss_of
 
 
@@ -56,7 +55,7 @@ class DeepSpeedTraining:
         self._optimizer = workload.make_optimizer(model)
         self._initialize, self._model, self.engine = deepspeed.initialize, model, None
         self.data = Data(workload, dist.get_rank())
-        self.phases: list[Phase] = []  # its limit needs none: on a CPU it does not overlap
+        self.phase_bytes: list[int] = []  # its limit needs none: on a CPU it does not overlap
 
     def step(self, micro_batches: int) -> float:
         engine = self._engine(micro_batches)

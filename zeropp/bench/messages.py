@@ -32,15 +32,6 @@ class TakeSteps:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A forward, a backward, or the optimizer's part of a step."""
-
-    seconds: float
-    ledger_bytes: int
-    """What this rank sent to other nodes in it."""
-
-
-@dataclass(frozen=True)
 class Steps:
     """Some optimizer steps on this rank. Bytes and CPU time are those of all steps together."""
 
@@ -54,8 +45,8 @@ class Steps:
     """What this rank sent to other nodes, as its ledger has it; None: no ledger."""
     cpu_seconds: float
     """What this rank took of the cores, with the threads of gloo."""
-    phases: list[list[Phase]]
-    """Phases of each step; empty if they are not told apart."""
+    phase_bytes: list[int]
+    """What this rank sent to other nodes in each phase of the last step; empty if they are not told apart."""
 
 
 @dataclass(frozen=True)

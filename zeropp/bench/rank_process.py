@@ -98,11 +98,10 @@ class RankProcess:
     def _take_steps(self, request: TakeSteps) -> Steps:
         training = self._training()
         ledger_before = training.ledger_bytes()
-        (tx_before, rx_before), seconds, losses, phases = _link_bytes(), [], [], []
+        (tx_before, rx_before), seconds, losses = _link_bytes(), [], []
         cpu_before, started = time.process_time(), time.monotonic()
         for _ in range(request.count):
             losses.append(training.step(request.micro_batches))
-            phases.append(list(training.phases))
             now = time.monotonic()
             seconds.append(now - started)
             started = now
@@ -117,7 +116,7 @@ class RankProcess:
             rx_bytes - rx_before,
             counted,
             cpu_seconds,
-            phases,
+            list(training.phase_bytes),
         )
 
     def _choose(self, request: Choose) -> Chosen:

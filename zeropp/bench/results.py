@@ -15,6 +15,9 @@ from ..wording import count, parameters
 from .workload import Workload
 
 STOLEN_IS_MUCH = 0.02
+COMPUTE_SHARES = (1 / 3, 2 / 3)
+"""Of computing, in forward and in backward: one matrix product of a weight, and two. Not measured: where
+ranks share cores, the time of a phase says more about who waited for a core than about what was computed."""
 EXPECTED = "a JSON file that `zeropp lab bench` wrote"
 
 
@@ -78,9 +81,7 @@ class Results:
     loss: str
     versions: dict[str, str]
     compute_ms: dict[int, list[float]] = field(default_factory=dict)
-    """Steps that send nothing, by number of micro-batches, ..."""
-    compute_shares: dict[int, list[float]] = field(default_factory=dict)
-    """... and how much of one each of its phases takes."""
+    """Steps that send nothing, by number of micro-batches."""
     cells: list[Cell] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Loss of every step of a longer run of each strategy, mean over ranks; all with the same data."""
@@ -116,13 +117,12 @@ class Results:
         wire_ms = cell.busiest_bytes * 8e3 / self.link_bit_s
         if not find_strategy(cell.strategy).overlaps:
             return max(compute_ms + wire_ms, cell.cores_ms)
-        computed, sent = self.compute_shares.get(cell.micro_batches), cell.bytes_shares
-        if not computed or not sent:  # a file from before phases were told apart
-            computed, sent = [1.0], [1.0]
-        phases_ms = (
-            self._phase_limit_ms(compute_ms * compute, wire_ms * wire)
-            for compute, wire in zip(computed, sent, strict=True)
-        )
+        computed = [share / cell.micro_batches for share in COMPUTE_SHARES] * cell.micro_batches
+        if sent := cell.bytes_shares:
+            phases = zip([*computed, 0.0], sent, strict=True)  # the optimizer computes next to nothing
+        else:  # a file from before phases were told apart
+            phases = zip([1.0], [1.0], strict=True)
+        phases_ms = (self._phase_limit_ms(compute_ms * compute, wire_ms * wire) for compute, wire in phases)
         return max(sum(phases_ms), cell.cores_ms)
 
     def _phase_limit_ms(self, compute_ms: float, wire_ms: float) -> float:
@@ -190,8 +190,8 @@ class Results:
             if "row" in cell:  # a file from before strategies were called so
                 cell["strategy"] = cell.pop("row")
         raw["cells"] = [Cell(**cell) for cell in raw["cells"]]
-        for name in ("compute_ms", "compute_shares"):
-            raw[name] = {int(key): value for key, value in raw.get(name, {}).items()}
+        raw["compute_ms"] = {int(key): value for key, value in raw.get("compute_ms", {}).items()}
+        raw.pop("compute_shares", None)  # a file from when they were measured
         return cls(**raw)
 
 

@@ -26,7 +26,7 @@ from .. import __version__
 from ..lab import Cluster
 from ..lab.link_properties import UNLIMITED, parse_rate_bit_s
 from ..strategies import BASELINE, COMPUTE, STRATEGIES, Strategy, find_strategy
-from .messages import Phase, Steps
+from .messages import Steps
 from .profile import PARTS
 from .ranks import Ranks, StrategyError
 from .results import Cell, Results
@@ -117,8 +117,6 @@ class _Bench:
             versions={"zeropp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         )
         self._on_progress = on_progress
-        self._compute_runs: dict[int, list[Steps]] = {}
-        """Steps that send nothing, of all rounds, by number of micro-batches."""
         self._started = time.monotonic()
         self._done, self._total = 0.0, self._count_work()
 
@@ -201,9 +199,6 @@ class _Bench:
         step_ms = [1e3 * max(run.seconds[step] for run in runs) for step in range(count)]
         if strategy is COMPUTE:
             self.results.compute_ms.setdefault(micro_batches, []).extend(step_ms)
-            self._compute_runs.setdefault(micro_batches, []).extend(runs)
-            computed = _shares(self._compute_runs[micro_batches], lambda phase: phase.seconds)
-            self.results.compute_shares[micro_batches] = computed
             return
         cell = self.results.cell(strategy.name, micro_batches)
         if cell is None:
@@ -218,7 +213,7 @@ class _Bench:
         ledgers = [run.ledger_bytes for run in runs if run.ledger_bytes is not None]
         if ledgers:
             cell.ledger_bytes = sum(ledgers) / len(leaders) / count
-            cell.bytes_shares = _shares(runs, lambda phase: phase.ledger_bytes)
+            cell.bytes_shares = _phase_shares(runs)
         cell.cores_ms = 1e3 * sum(run.cpu_seconds for run in runs) / count / cores
         if number == 0:
             memory = self.ranks.read_memory()
@@ -312,11 +307,10 @@ def _median_seconds(runs: Sequence[Steps]) -> float:
     return float(steps[len(steps) // 2])
 
 
-def _shares(runs: Sequence[Steps], of: Callable[[Phase], float]) -> list[float]:
-    """How much of a step each of its phases has, over all ranks and steps."""
-    steps = [phases for run in runs for phases in run.phases]
-    phases = [sum(map(of, same)) for same in zip(*steps, strict=True)]
-    return [phase / sum(phases) for phase in phases] if sum(phases) else []
+def _phase_shares(runs: Sequence[Steps]) -> list[float]:
+    """How much of what all ranks send is sent in each phase of a step."""
+    sent = [sum(same) for same in zip(*(run.phase_bytes for run in runs), strict=True)]
+    return [phase / sum(sent) for phase in sent] if sum(sent) else []
 
 
 def _mean_losses(runs: Sequence[Steps]) -> list[float]:

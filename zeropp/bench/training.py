@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,7 +16,6 @@ from ..models.loading import parameter_count
 from ..models.sharding import shard_blocks
 from ..strategies import Strategy
 from .deepspeed_peer import DeepSpeedTraining
-from .messages import Phase
 from .workload import Data, Workload, loss_of
 
 
@@ -34,8 +32,9 @@ class Training(Protocol):
         """What this rank has sent to other nodes so far, as its ledger has it; None: no ledger."""
 
     @property
-    def phases(self) -> list[Phase]:
-        """Phases of the last step, one after the other; empty if they are not told apart."""
+    def phase_bytes(self) -> list[int]:
+        """What this rank sent to other nodes in the last step: in forward and backward of each micro-batch,
+        and in the optimizer; empty if they are not told apart."""
 
 
 class FsdpTraining:
@@ -54,13 +53,13 @@ class FsdpTraining:
             send_nothing(self.model)
         self.optimizer = workload.make_optimizer(self.model)
         self.data = Data(workload, dist.get_rank())
-        self.phases: list[Phase] = []
+        self.phase_bytes: list[int] = []
 
     def step(self, micro_batches: int) -> float:
         set_sync = self.strategy.sync_switch(self.model, self.zpp)
         total = torch.zeros(())
-        self.phases.clear()
-        self._phase_began = time.monotonic(), self.ledger_bytes() or 0
+        self.phase_bytes.clear()
+        self._sent_before = self.ledger_bytes() or 0
         for micro_batch in range(micro_batches):
             set_sync(micro_batch == micro_batches - 1)
             tokens, targets = self.data.next()
@@ -77,9 +76,9 @@ class FsdpTraining:
         return total.item()
 
     def _end_phase(self) -> None:
-        began, sent_before = self._phase_began
-        now, sent = self._phase_began = time.monotonic(), self.ledger_bytes() or 0
-        self.phases.append(Phase(now - began, sent - sent_before))
+        sent = self.ledger_bytes() or 0
+        self.phase_bytes.append(sent - self._sent_before)
+        self._sent_before = sent
 
     def choose(self, micro_batches: int) -> str:
         """Take steps until zeropp has chosen a Config, of a strategy that leaves it to it: which one."""
