@@ -24,6 +24,7 @@ def summary(node_size: int) -> dict[str, Any]:
         "points": {name: [sent for sent, _ in points] for name, points in found.points.items()},
         "seconds": [seconds for points in found.points.values() for _, seconds in points],
         "numbers": (hardware.peak_tflops, hardware.memory_gbyte_s, hardware.host_ns_per_byte),
+        "core_wait_us": hardware.core_wait_us,
         "hardware": hardware,
         "one_rank_gbit_s": found.one_rank_gbit_s,
     }
@@ -44,6 +45,8 @@ def test_four_ranks_measure_every_hop_and_agree(ranks: Ranks) -> None:
     assert first["points"]["all_reduce across"] == [1 << 12, 1 << 14]
     assert all(seconds > 0 for seconds in first["seconds"])
     assert all(number > 0 for number in first["numbers"])
+    assert {other["core_wait_us"] for other in found} == {first["core_wait_us"]}
+    assert first["core_wait_us"] >= 0
     assert first["one_rank_gbit_s"] > 0
     assert set(hardware.codecs) == {"none", "bf16", "int8", "int4"}
     assert "zeropp doctor: 2 nodes x 2 ranks, gloo" in hardware.source

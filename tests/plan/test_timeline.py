@@ -25,6 +25,7 @@ hardware = st.builds(
     memory_gbyte_s=st.floats(10, 4000),
     overlap=st.booleans(),
     host_ns_per_byte=st.sampled_from([0.0, 0.5]),
+    core_wait_us=st.sampled_from([0.0, 500.0]),
 )
 traces = st.builds(
     replace,
@@ -150,6 +151,16 @@ def test_with_lanes_compute_waits_until_gradients_are_encoded() -> None:
 def test_with_lanes_compute_waits_for_the_end_of_a_ring() -> None:
     ops = _reductions(hop("flat", "reduce_scatter", 1 << 30))
     assert ops["backward a"].start == pytest.approx(ops["flat reduce c, chunk 1/1"].end)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+def test_only_lanes_wait_for_a_core_after_each_hop(streams: bool, overlaps: bool) -> None:
+    trace = replace(two_hop_trace(units=1, chunks=1), overlaps=overlaps)
+    machine = NO_LATENCY.changed(overlap=streams)
+    longer = seconds(trace, machine.changed(core_wait_us=1e6)) - seconds(trace, machine)
+    hops = sum(len(event.hops) for event in trace.events if not isinstance(event, Compute))
+    assert longer == pytest.approx(hops if overlaps and not streams else 0.0)
 
 
 def test_forward_keeps_two_gathers_in_flight() -> None:

@@ -54,7 +54,7 @@ BLOCK_SIZE = 128
 CALL_SECONDS = 0.1
 """Sizes are left out when a call of the size before took longer than this."""
 LAYERS = 3
-HOPS_BESIDE, PAUSE_BETWEEN, SMALL_BYTES = 40, 0.002, 1 << 12
+HOPS_BESIDE, PAUSE_BETWEEN, SMALL_BYTES = 200, 0.002, 1 << 12
 """Hops that are timed beside compute: how many, seconds between them, and what a rank sends in each."""
 MIN_PRODUCTS_SHARE = 0.2
 """Share of a layer's time that matrix products take at least, whatever passes over memory seem to explain."""
