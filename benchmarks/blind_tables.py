@@ -39,7 +39,8 @@ TORCHTITAN = {"eager": {8: 5762, 128: 5605}, "compiled": {8: 6667, 128: 6514}}
 """Published tokens per second and GPU, by the number of GPUs."""
 
 ZERO1 = find_strategy("fsdp2")
-SDP4BIT = Strategy("sdp4bit", "SDP4Bit", Config.four_bit(gradients_in_node="int8"))
+SDP4BIT = Strategy("sdp4bit", "SDP4Bit", Config.four_bit(gradients_in_node="int8", overlap=False))
+"""overlap: `Config`'s is for a CPU, and "in order" would have its lanes."""
 GPTS = {"1.3B": (24, 2048), "2.7B": (32, 2560)}
 """Layers and width."""
 FILE_WIDTH = 150
