@@ -1,6 +1,6 @@
 """One step of FSDP2 with a 16-bit wire and one of zeropp, as profiles: what runs when, and what was sent.
 
-    zeropp lab run --nodes 2 --ranks-per-node 2 --link 175mbit -- benchmarks/step_timelines.py steps.json
+    zeropp lab run --nodes 2 --ranks-per-node 2 --link 226mbit -- benchmarks/step_timelines.py steps.json
 
 The model and the link are those of docs/data/bench-paper.json. The first rank writes what it saw and sent;
 benchmarks/pictures.py draws it from docs/data/steps.json.

@@ -33,7 +33,7 @@ def test_pictures_say_what_was_measured(drawn: dict[str, str]) -> None:
     across = [sum(row[-1] for row in step["sent"]) for step in (plain, ours)]
     assert f"{across[0] / across[1]:.1f}x fewer bytes" in drawn["two-hops.svg"]
     assert f"{plain['seconds'] / ours['seconds']:.1f}x as fast" in drawn["step.svg"]
-    assert "2.70x to 2.98x the throughput" in drawn["bench.svg"]  # of docs/data/bench-paper.json
+    assert "2.72x to 2.96x the throughput" in drawn["bench.svg"]  # of docs/data/bench-paper.json
     for step in (plain, ours):
         assert [phase[0] for phase in step["phases"]] == ["forward", "backward", "optimizer"]
         assert all(0 <= start <= end <= step["seconds"] for _, start, end, _ in step["spans"])
