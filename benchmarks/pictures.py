@@ -91,9 +91,10 @@ def bench(results: Results) -> str:
         where = f"{count} micro-batch{'es' if count > 1 else ''} per step"
         steps = replace(step_chart(results, count), title=f"Time of a step, {where}")
         rows.append([steps, replace(bytes_chart(results, count), title=f"Bytes across nodes, {where}")])
-    title, *but = headline(results).split("; ")
+    said, *but = headline(results).split("; ")
+    title, _, and_less = said.partition(", ")
     note = f"{results.describe().split(' (')[0]}; red: what no step can beat; {MACHINE}"
-    return picture(title, "\n".join([*but, note]), rows)
+    return picture(title, "\n".join([and_less, *but, note]), rows)
 
 
 def picture(title: str, note: str, rows: Sequence[Sequence[Chart]]) -> str:

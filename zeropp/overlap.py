@@ -61,7 +61,7 @@ class Reduction:
     unit: Unit
     work: dist.Work
     full_bytes: int
-    """Of the full gradients, which must stay as they are until they are read."""
+    """Size of the full gradients, which must stay as they are until they are read."""
     full: Tensor | None
     """They themselves, where `work` is the backend's own, and need not keep them."""
     reduced: Tensor

@@ -160,7 +160,7 @@ def test_only_lanes_wait_for_a_core_after_each_hop(streams: bool, overlaps: bool
     machine = NO_LATENCY.changed(overlap=streams)
     longer = seconds(trace, machine.changed(core_wait_us=1e6)) - seconds(trace, machine)
     hops = sum(len(event.hops) for event in trace.events if not isinstance(event, Compute))
-    assert longer == pytest.approx(hops if overlaps and not streams else 0.0)
+    assert longer == pytest.approx(hops if overlaps and not streams else 0.0, abs=0.01)
 
 
 def test_forward_keeps_two_gathers_in_flight() -> None:

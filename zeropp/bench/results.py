@@ -16,7 +16,7 @@ from .workload import Workload
 
 STOLEN_IS_MUCH = 0.02
 COMPUTE_SHARES = (1 / 3, 2 / 3)
-"""Of computing, in forward and in backward: one matrix product of a weight, and two. Not measured: where
+"""Shares of forward and backward in computing: one matrix product of a weight, and two. Not measured: where
 ranks share cores, the time of a phase says more about who waited for a core than about what was computed."""
 EXPECTED = "a JSON file that `zeropp lab bench` wrote"
 
