@@ -23,7 +23,10 @@ class Meter:
     def seconds(self, run: Callable[[], object], round_seconds: float = 0.0) -> float:
         """Seconds of one call: the median of several rounds, of one call or of as many as take so long. What
         only computes needs long rounds: see `LONG_ROUND`."""
-        calls = 1 + int(round_seconds / self.largest(self.timed(run)))  # as many on every rank
+        run()  # it may have to be compiled
+        calls = 1
+        if round_seconds:
+            calls += int(round_seconds / self.largest(self.timed(run)))  # as many on every rank
         rounds = []
         for _ in range(self.repeats):
             dist.barrier()
