@@ -173,6 +173,25 @@ def test_a_thread_lives_as_long_as_there_is_work() -> None:
             time.sleep(0.001)
 
 
+class SlowToGo:
+    """Goes with a work, and takes its time."""
+
+    def __del__(self) -> None:
+        time.sleep(0.5)
+
+
+def test_the_exit_waits_for_a_thread_that_only_has_to_end() -> None:
+    """It is what lets go of the last work, and must not do so while Python ends."""
+    lane = Lane("gather")
+    work: Any = lane.run("blocks.0", at_once(lambda: None))
+    work.slow = SlowToGo()
+    work.wait()
+    del work
+    time.sleep(0.1)
+    lane.finish()
+    assert threads() == []
+
+
 def test_inference_mode_goes_with_the_job() -> None:
     with torch.inference_mode():
         out = torch.zeros(3)

@@ -27,7 +27,8 @@ waits for it before a step ends, so nothing runs when a process group is destroy
 exit. After an error jobs may be on their way. They end by themselves: what they wait for, the others send
 before they come to wait for this rank. So the exit waits a little for them, because a thread that comes back
 from gloo while Python ends takes the process down with SIGABRT, in the place of the error's own exit code. It
-is a daemon all the same: it holds nobody up for longer.
+is a daemon all the same: it holds nobody up for longer. For the same reason the exit waits for a thread that
+has no job left but has not ended: the last work goes with it, and torch lets go of the interpreter meanwhile.
 """
 
 from __future__ import annotations
@@ -160,6 +161,9 @@ class Lane:
         self._count = 0
         self._lock = Lock()
         self._thread: Thread | None = None
+        """The last that was started; it may have ended."""
+        self._is_running = False
+        """Whether it will look for jobs again."""
 
     def run(
         self,
@@ -177,15 +181,16 @@ class Lane:
             work = LaneWork(self._direction, unit, job, slot, reads_first, on_error)
             self._count += 1
             self._given.append(work)
-            if self._thread is None:
+            if not self._is_running:
+                self._is_running = True
                 self._thread = Thread(target=self._do_all, name=f"zeropp {self._direction}", daemon=True)
                 self._thread.start()
         return work
 
     def finish(self) -> None:
         """Wait a little for what is on its way; see [Note: Life of a lane]."""
-        if (thread := self._thread) is not None:
-            thread.join(LAST_SECONDS)
+        if self._thread is not None:
+            self._thread.join(LAST_SECONDS)
 
     def _do_all(self) -> None:
         """Start what is given, or else go on with the oldest."""
@@ -198,7 +203,7 @@ class Lane:
                 elif at_work:
                     work = at_work[0]
                 else:
-                    self._thread = None
+                    self._is_running = False
                     return
             work.advance()
             if work.is_completed():
