@@ -182,11 +182,11 @@ class SlowToGo:
 
 def test_the_exit_waits_for_a_thread_that_only_has_to_end() -> None:
     """It is what lets go of the last work, and must not do so while Python ends."""
-    lane = Lane("gather")
-    work: Any = lane.run("blocks.0", at_once(lambda: None))
+    lane, gate = Lane("gather"), threading.Event()
+    work: Any = lane.run("blocks.0", at_once(gate.wait))
     work.slow = SlowToGo()
-    work.wait()
     del work
+    gate.set()
     time.sleep(0.1)
     lane.finish()
     assert threads() == []
