@@ -15,6 +15,7 @@ what only jobs need stands there below `if TYPE_CHECKING or on_a_rank()`.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -30,12 +31,14 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from zeropp.process_exit import advise_on_exit, describe_exit
 from zeropp.quick_import import import_quickly
 
 GRACE_SECONDS = 5.0
 LONGEST_BIRTH = 1 << 16
+FAULT_LINES = 30
 IMPORTED = (
     "torch._dynamo",  # FSDP2 imports it when it shards
     "torch.distributed.checkpoint",
@@ -70,12 +73,12 @@ class Ranks:
         outlives this one."""
         self.size = size
         self._folder = folder  # for rendezvous
-        self._life = (backend, prepare)
+        self._life = (backend, prepare, folder)
         self._imported = list(IMPORTED)
         self._owns_templates = templates_of is None
         self._templates: list[_Template] = [] if templates_of is None else templates_of._templates
-        self._workers: list[tuple[int, Connection]] = []
-        """The process and the line to it, by rank."""
+        self._workers: list[_Worker] = []
+        """By rank."""
         self._jobs = 0
 
     def run(
@@ -95,8 +98,8 @@ class Ranks:
         self._jobs += 1
         store = self._folder / f"store-{self._jobs}"
         job = (function, args, world, str(store), timeout, env or {})
-        for rank, (_, connection) in enumerate(self._workers[:world]):
-            connection.send((rank, *job))
+        for rank, worker in enumerate(self._workers[:world]):
+            worker.connection.send((rank, *job))
         return self._collect(world, time.monotonic() + timeout, grace)
 
     def import_first(self, module: str) -> None:
@@ -112,21 +115,27 @@ class Ranks:
             self._templates.clear()
 
     def _kill(self) -> None:
-        for process, connection in self._workers:
-            connection.close()
+        for worker in self._workers:
+            worker.connection.close()
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(worker.process, signal.SIGKILL)
+        for worker in self._workers:
+            worker.template.exit_code(worker.process)
         self._workers.clear()
 
     def _start(self) -> None:
         if not self._templates:
             self._templates += [_Template() for _ in range(2)]
         birth = pickle.dumps((self._imported, pickle.dumps(self._life)))
-        lines = [self._templates[rank % 2].fork(birth) for rank in range(self.size)]
-        self._workers = [(line.recv(), line) for line in lines]
+        templates = [self._templates[rank % 2] for rank in range(self.size)]
+        connections = [template.fork(birth) for template in templates]
+        self._workers = [
+            _Worker(connection.recv(), connection, template)
+            for connection, template in zip(connections, templates, strict=True)
+        ]
 
     def _collect(self, world: int, deadline: float, grace: float) -> list[Any]:
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world])}
+        waiting = {worker.connection: rank for rank, worker in enumerate(self._workers[:world])}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
@@ -136,7 +145,7 @@ class Ranks:
                 try:
                     succeeded, outcome = pickle.loads(connection.recv_bytes())
                 except EOFError:
-                    succeeded, outcome = False, "the process died"
+                    succeeded, outcome = False, self._describe_death(rank)
                 if succeeded:
                     results[rank] = outcome
                 else:
@@ -148,6 +157,21 @@ class Ranks:
             reports = [f"rank {rank}:\n{text}" for rank, text in sorted(failures.items())]
             raise RankError("\n".join([*reports, late]))
         return [results[rank] for rank in range(world)]
+
+    def _describe_death(self, rank: int) -> str:
+        """How the process of a rank ended, where it was, and what to try."""
+        process, _, template = self._workers[rank]
+        code = template.exit_code(process)
+        where = _fault_file(self._folder, process).read_text().splitlines()[:FAULT_LINES]
+        advice = advise_on_exit(code)
+        lines = [f"rank {rank} {describe_exit(code)}", *where, *([f"Try: {advice}"] if advice else [])]
+        return "\n".join(lines)
+
+
+class _Worker(NamedTuple):
+    process: int
+    connection: Connection
+    template: _Template
 
 
 class _Template:
@@ -174,16 +198,27 @@ class _Template:
         self._control.close()
         self._process.join()
 
+    def exit_code(self, process: int) -> int:
+        """How a rank of this template ended (negative: by that signal). Waits until it has."""
+        self._control.send(str(process).encode())
+        return int(self._control.recv(LONGEST_BIRTH))
+
 
 def _fork_ranks(control: socket.socket) -> None:
     """The life of a template."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how ranks ended
+    codes: dict[int, int] = {}
     known = 0
     while True:
-        birth, (*lines,), _, _ = socket.recv_fds(control, LONGEST_BIRTH, maxfds=1)
-        if not birth:
+        message, (*lines,), _, _ = socket.recv_fds(control, LONGEST_BIRTH, maxfds=1)
+        if not message:
             return
-        imported, life = pickle.loads(birth)
+        if not lines:  # a question for the exit code of a rank
+            process = int(message)
+            if process not in codes:
+                codes[process] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+            control.send(str(codes[process]).encode())
+            continue
+        imported, life = pickle.loads(message)
         for module in imported:
             import_quickly(module)
         _run_a_kernel()
@@ -191,7 +226,6 @@ def _fork_ranks(control: socket.socket) -> None:
         known = _collect_garbage(known)
         if os.fork() == 0:
             control.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _serve(Connection(lines[0]), *pickle.loads(life))
             os._exit(0)
         os.close(lines[0])
@@ -217,9 +251,15 @@ def _collect_garbage(known: int) -> int:
     return len(sys.modules)
 
 
-def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | None) -> None:
+def _fault_file(folder: Path, process: int) -> Path:
+    """Where faulthandler writes what a process was doing when a signal ended it."""
+    return folder / f"fault-{process}"
+
+
+def _serve(connection: Connection, backend: str, prepare: Callable[[], None] | None, folder: Path) -> None:
     """The life of one rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    faulthandler.enable(_fault_file(folder, os.getpid()).open("w"))
     connection.send(os.getpid())
     import torch
     import torch.distributed as dist

@@ -35,10 +35,10 @@ def test_a_good_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     done = torchrun(tmp_path, "--node-size", "1", "--parts", "surroundings", "speed", *small, *files)
     assert done.returncode == 0, done.stderr
     assert "surroundings ..." in done.stdout
-    assert "nothing is wrong: 5 ok, 1 warning" in done.stdout
+    assert "nothing is wrong: 6 ok, 1 warning" in done.stdout
     assert done.stdout.count("zeropp doctor: 2 ranks, cpu") == 1
     found = json.loads((tmp_path / "doctor.json").read_text())
-    assert [result["state"] for result in found["results"]] == ["ok", "ok", "warning", "ok", "ok", "ok"]
+    assert [result["state"] for result in found["results"]] == ["ok", "ok", "ok", "warning", "ok", "ok", "ok"]
     assert found["advice"][0] in " ".join(done.stdout.split())
     assert (tmp_path / "doctor.html").read_text().startswith("<!doctype html>")
     hardware = ["--hardware", str(tmp_path / "hardware.json"), "--strategy", "fsdp2"]

@@ -1,15 +1,31 @@
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
 
 from tests.ranks import Ranks
+from tests.test_amx import DIES_UNCAPPED
+from zeropp import amx
+from zeropp.amx import CAP_VARIABLE, make_bf16_safe
 from zeropp.doctor import surroundings
 from zeropp.doctor.check import Check, Finding, Settings
-from zeropp.doctor.surroundings import Device, Place, _judge_devices, _judge_environment, _judge_places
+from zeropp.doctor.surroundings import (
+    Device,
+    Place,
+    Trial,
+    _judge_bf16,
+    _judge_devices,
+    _judge_environment,
+    _judge_places,
+)
 
 from .visits import run
 
@@ -21,12 +37,36 @@ def checks(settings: Settings) -> Iterator[Check]:
 def test_four_ranks_on_one_machine(ranks: Ranks) -> None:
     found, *_ = run(ranks, checks, env={"NCCL_SOCKET_IFNAME": "eth7"})
     assert {name: result.state for name, result in found.items()} == {
-        "versions": "ok", "devices": "ok", "nodes": "warning", "environment": "ok"
+        "versions": "ok", "devices": "ok", "bf16 products": "ok", "nodes": "warning", "environment": "ok"
     }  # fmt: skip
     assert "backend gloo" in found["versions"].saw
     assert "node 0: ranks 0, 1; node 1: ranks 2, 3, by --node-size 2" in found["nodes"].saw
     assert "GLOO_SOCKET_IFNAME=lo" in found["environment"].saw
     assert "NCCL_SOCKET_IFNAME=eth7" in found["environment"].saw
+
+
+def dying() -> AbstractContextManager[object]:
+    """A CPU that announces AMX, and on which trials end with SIGILL; not where oneDNN is capped."""
+    stack = ExitStack()
+    stack.enter_context(patch.dict(os.environ))
+    os.environ.pop(CAP_VARIABLE)
+    folder = stack.enter_context(TemporaryDirectory())
+    trial = partial(make_bf16_safe, (sys.executable, "-c", DIES_UNCAPPED), Path(folder))
+    stack.enter_context(patch.object(amx, "announces_amx", lambda: True))
+    stack.enter_context(patch.object(surroundings, "make_bf16_safe", trial))
+    return stack
+
+
+def test_products_that_end_the_process_are_a_fault_of_the_cpu(ranks: Ranks) -> None:
+    found, *_ = run(ranks, checks, dying, (1,), names=("bf16 products", "environment"))
+    trial = found["bf16 products"]
+    assert trial.state == "fault"
+    assert "rank 1: a product in bf16 ends the process (SIGILL): the CPU announces AMX" in trial.saw
+    assert trial.advice == "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the job's environment"
+    assert "environment" in found  # it goes on
+    elsewhere = _judge_bf16([Trial(False, True, "why")])  # ranks compute on something else
+    assert elsewhere.state == "warning"
+    assert _judge_bf16([Trial(True, True, "")]).saw == "AMX is announced, and a product in bf16 works"
 
 
 def elsewhere() -> AbstractContextManager[object]:

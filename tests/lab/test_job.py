@@ -56,7 +56,20 @@ def test_a_rank_that_fails_stops_its_node_and_its_code_is_told(program: str, tmp
     with Cluster(nodes=1, ranks_per_node=2) as cluster:
         result = cluster.run([program, str(tmp_path / "has_started")], timeout_seconds=300)
     assert result.exit_codes == {0: -15, 1: 7}
-    with pytest.raises(JobError, match=r"(?s)rank 0: SIGTERM, rank 1: exit code 7.*--- rank 1\n.*err 1"):
+    with pytest.raises(
+        JobError,
+        match=r"(?s)rank 0 was ended by SIGTERM.*, rank 1 ended with exit code 7.*--- rank 1\n.*err 1",
+    ):
+        result.check()
+
+
+def test_a_rank_that_a_signal_ends_says_which_and_where(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    with Cluster(nodes=1, ranks_per_node=1) as cluster:
+        result = cluster.run([str(program)], timeout_seconds=300)
+    says = r"rank 0 was ended by SIGILL \(illegal instruction\).*Fatal Python error: Illegal instruction"
+    with pytest.raises(JobError, match=rf"(?s){says}.*line 2 in.*Try: set ONEDNN_MAX_CPU_ISA"):
         result.check()
 
 

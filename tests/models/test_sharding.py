@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +20,10 @@ from torch.nn import functional as F  # noqa: N812
 import zeropp
 from tests.models.samples import HF_CONFIGS, SMALL, hugging_face, tokens
 from tests.ranks import Ranks
-from zeropp.models.loading import ModelConfig, blocks_of, build_model
+from tests.test_amx import DIES, DIES_UNCAPPED
+from zeropp import amx
+from zeropp.models import sharding
+from zeropp.models.loading import ModelConfig, Precision, blocks_of, build_model
 from zeropp.models.sharding import build_sharded, is_good_at_bf16, shard
 
 
@@ -106,6 +114,36 @@ def test_bf16_is_for_computing_only(ranks: Ranks) -> None:
 def test_auto_precision_follows_the_device(ranks: Ranks) -> None:
     expected = torch.bfloat16 if is_good_at_bf16(torch.device("cpu")) else torch.float32
     assert ranks.run(train, replace(SMALL, precision="auto"), world=2)[0]["computed in"] == [expected]
+
+
+def compute_where_a_trial_dies(precision: Precision, trial: str, folder: Path) -> str:
+    """What a model is computed in if the CPU of rank 1 announces AMX, and trials there run this code."""
+    is_announced = dist.get_rank() == 1
+    stand_in = partial(amx.make_bf16_safe, (sys.executable, "-c", trial), folder)
+    with (
+        patch.dict(os.environ),
+        patch.object(amx, "announces_amx", lambda: is_announced),
+        patch.object(sharding, "make_bf16_safe", stand_in),
+    ):
+        os.environ.pop(amx.CAP_VARIABLE, None)
+        try:
+            result = train(replace(SMALL, precision=precision))
+        except ValueError as error:
+            return str(error)
+        assert (os.environ.get(amx.CAP_VARIABLE) == amx.CAP) == is_announced
+    (dtype,) = result["computed in"]
+    return str(dtype)
+
+
+def test_a_cpu_that_cannot_do_bf16_decides_for_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank gathers what the others do, on a CPU that dies, on one that dies without the cap."""
+    dies, dies_uncapped = tmp_path / "dies", tmp_path / "dies uncapped"
+    assert ranks.run(compute_where_a_trial_dies, "auto", DIES, dies, world=2) == ["torch.float32"] * 2
+    first, second = ranks.run(compute_where_a_trial_dies, "bf16", DIES, dies, world=2)
+    assert first == "precision is 'bf16'; a product in bf16 ends the process on another rank; use 'fp32'"
+    assert "the CPU announces AMX and cannot run it" in second
+    capped = ranks.run(compute_where_a_trial_dies, "bf16", DIES_UNCAPPED, dies_uncapped, world=2)
+    assert capped == ["torch.bfloat16"] * 2
 
 
 def train_compiled(config: ModelConfig) -> tuple[dict[str, Any], int]:

@@ -129,6 +129,4 @@ class Ranks:
 
     def _failure(self, what: str) -> JobError:
         self._job.stop()
-        last = self._job.last_lines()
-        words = [f"--- {who}\n" + "\n".join(lines[-15:]) for who, lines in sorted(last.items())]
-        return JobError("\n".join([what, *words]))
+        return JobError(self._job.result().explain(what))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,12 +12,15 @@ from rich.console import Console
 from .. import __version__
 from ..quick_import import import_quickly
 from .errors import tell, tell_interrupted
+from .watcher import watch_rank
 
 
 class Command(NamedTuple):
     file: str
     """Name of a file in this folder, whose `main` does it."""
     description: str
+    is_watched: bool = False
+    """Whether each rank has a watcher, under torchrun."""
 
 
 COMMANDS = {
@@ -24,7 +28,9 @@ COMMANDS = {
     "demo": Command("demo", "train a small GPT with plain FSDP2 and with zeropp, and compare them"),
     "compare": Command("compare", "show training runs side by side"),
     "export": Command("export", "write a checkpoint as a Hugging Face folder"),
-    "doctor": Command("doctor", "check and measure the cluster at hand, under torchrun, in two minutes"),
+    "doctor": Command(
+        "doctor", "check and measure the cluster at hand, under torchrun, in two minutes", is_watched=True
+    ),
     "plan": Command("plan", "predict time, bytes and memory of a step, before there is a cluster"),
     "lab run": Command("lab_run", "run a torchrun script on nodes that are network namespaces"),
     "lab bench": Command("lab_bench", "measure every strategy on such nodes, with shaped links"),
@@ -40,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if name is None:
         return _answer(words)
+    if COMMANDS[name].is_watched and "RANK" in os.environ:
+        code = watch_rank()
+        if code is not None:
+            return code
     command = import_quickly(f"{__name__}.{COMMANDS[name].file}").main
     try:
         return int(command(words[len(name.split()) :]))

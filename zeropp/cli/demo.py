@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..amx import cap_onednn
 from ..output_files import check_file, make_folder
 from ..report.compare import loss_curves, read_runs
 from ..train.demo import RUNS, find_place, run_demo
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> int:
     options = read_options(Options, arguments, "demo")
     if options.steps < 1:
         raise ValueError(f"steps is {options.steps}; expected a positive number")
+    cap_onednn()  # both runs, on any machine: amx.py
     make_folder(options.folder)
     page = options.folder / "report.html"
     check_file(page)

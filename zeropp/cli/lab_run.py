@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..lab import Change, Cluster, Job, JobResult, LinkCounters, Schedule
-from ..lab.job import describe_exit
 from ..output_files import make_folder
+from ..process_exit import describe_exit
 from .options import read_options
 
 COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
@@ -109,9 +109,11 @@ def _show(console: Console, cluster: Cluster, result: JobResult, moved: list[Lin
         links.add_row(str(node), properties, *(f"{number:,}" for number in numbers))
     console.print(links)
     ends = Table(title="ranks")
-    for column in ("rank", "node", "ended with"):
-        ends.add_column(column, justify="left" if column == "ended with" else "right")
+    for column in ("rank", "node", "end"):
+        ends.add_column(column, justify="left" if column == "end" else "right")
     for rank, code in result.exit_codes.items():
         style = None if code == 0 else "red"
         ends.add_row(str(rank), str(rank // cluster.ranks_per_node), describe_exit(code), style=style)
     console.print(ends)
+    for line in result.advice():
+        console.print(line, markup=False)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..amx import CAP, CAP_VARIABLE, announces_amx, make_bf16_safe
 from ..fsdp_versions import TESTED
 from ..quant.dispatch import FAST
-from .check import Check, Finding, Visit, name_ranks
+from .check import Check, Finding, State, Visit, name_ranks
 
 HARMFUL: dict[str, tuple[tuple[str, ...], str]] = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel waits for the one before: nothing overlaps"),
@@ -31,7 +32,7 @@ HARMFUL: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_MAX_NCHANNELS": (("1", "2"), "a collective uses few of the links that there are"),
 }
 """Variables, the values of theirs that break or slow down what zeropp does, and how."""
-SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", *HARMFUL)
+SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_NUM_THREADS", CAP_VARIABLE, *HARMFUL)
 """Variables that are shown whatever their value; those that end in _ stand for all that begin so."""
 
 
@@ -39,6 +40,7 @@ def checks() -> Iterator[Check]:
     here = partial(Check, "surroundings", needs_ranks=False)
     yield here("versions", "compares them on all ranks, and with those tested", _versions, _judge_versions)
     yield here("devices", "compares them; no two ranks may have the same one", _device, _judge_devices)
+    yield here("bf16 products", "multiplies in bf16 in a process of its own", _try_bf16, _judge_bf16)
     yield here("nodes", "compares ranks' nodes with the machines they are on", _place, _judge_places)
     yield here("environment", "reads variables that choose or break links", _environment, _judge_environment)
 
@@ -107,6 +109,34 @@ def _judge_devices(everyone: Sequence[Device]) -> Finding:
     if len({device[:2] for device in everyone}) > 1:
         return Finding("warning", saw, "the slowest device decides how long a step takes")
     return Finding("ok", saw)
+
+
+class Trial(NamedTuple):
+    """Whether products in bf16 end a process on a rank's CPU."""
+
+    is_for_training: bool
+    """Whether the rank computes on that CPU."""
+    announces_amx: bool
+    why: str
+    """How a product ended the process; empty if it did not."""
+
+
+def _try_bf16(visit: Visit) -> Trial:
+    _, why = make_bf16_safe()  # caps oneDNN if it must, so that the parts after this one run to their end
+    return Trial(visit.world.device.type == "cpu", announces_amx(), why)
+
+
+def _judge_bf16(everyone: Sequence[Trial]) -> Finding:
+    """A fault if the job's own products would end it."""
+    if failed := [rank for rank, trial in enumerate(everyone) if trial.why]:
+        first = everyone[failed[0]]
+        state: State = "fault" if first.is_for_training else "warning"
+        return Finding(
+            state, f"{name_ranks(failed)}: {first.why}", f"set {CAP_VARIABLE}={CAP} in the job's environment"
+        )
+    said = ["AMX is announced, and a product in bf16 works" if trial.announces_amx else "AMX is not announced"
+            for trial in everyone]  # fmt: skip
+    return Finding("ok", _with_ranks(said))
 
 
 class Place(NamedTuple):

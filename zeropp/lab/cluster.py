@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from .job import LINE_PREFIX, TORCHRUN, Job, JobResult, OnLine
+from .job import Job, JobResult, OnLine, rank_environment, torchrun
 from .link_properties import parse_delay_us, parse_loss_percent, parse_rate_bit_s
 from .processes import RUN_VARIABLE, folder_of, run_id
 
@@ -221,23 +220,13 @@ class Cluster:
             self._ask({"do": "kill"})
 
     def _torchrun(self, node: int, port: int, folder: Path, program: Sequence[str]) -> list[str]:
-        return [
-            *TORCHRUN,
-            *("--nnodes", str(self.nodes), "--node-rank", str(node)),
-            *("--nproc-per-node", str(self.ranks_per_node)),
-            *("--master-addr", self.address(0), "--master-port", str(port)),
-            *("--tee", "3", "--log-dir", str(folder / f"node-{node}")),
-            *(str(HERE / "report_exit.py"), str(folder), *program),
-        ]
+        nodes = ("--nnodes", str(self.nodes), "--node-rank", str(node))
+        master = ("--master-addr", self.address(0), "--master-port", str(port))
+        return torchrun((*nodes, *master), self.ranks_per_node, folder, f"node-{node}", program)
 
     def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
-        ours = {
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": LINE_PREFIX,
-            RUN_VARIABLE: run_id(self._running().pid),
-        }
-        # One thread per rank, unless the user says otherwise: all nodes share this machine's cores.
-        return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **ours, **extra}
+        ours = {"GLOO_SOCKET_IFNAME": INTERFACE, RUN_VARIABLE: run_id(self._running().pid)}
+        return rank_environment({**ours, **extra})
 
     def _ask(self, request: dict[str, Any]) -> Any:
         network = self._running()

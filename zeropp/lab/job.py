@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..process_exit import advise_on_exit, describe_exit
 
 TORCHRUN = (
     *(sys.executable, "-c"),
@@ -27,6 +30,25 @@ GRACE_SECONDS = 20.0
 
 OnLine = Callable[[str, str], None]
 """Called with who says it ("rank 2", or "node 1" for torchrun itself) and the line."""
+
+
+def torchrun(
+    rendezvous: Sequence[str], ranks: int, folder: Path, logs: str, program: Sequence[str]
+) -> list[str]:
+    """The command that starts `ranks` ranks of a Python program (["train.py", ...] or ["-m", "module", ...]).
+    Each leaves its exit code in `folder`."""
+    return [
+        *(*TORCHRUN, *rendezvous, "--nproc-per-node", str(ranks)),
+        *("--tee", "3", "--log-dir", str(folder / logs)),
+        *(str(Path(__file__).with_name("report_exit.py")), str(folder), *program),
+    ]
+
+
+def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, for ranks. One thread per rank, unless the user says otherwise: all ranks
+    share this machine's cores."""
+    ours = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": LINE_PREFIX, **extra}
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **ours}
 
 
 class JobError(RuntimeError):
@@ -47,20 +69,29 @@ class JobResult:
 
     def check(self) -> JobResult:
         """Raise if a rank failed, with the last words of those that did."""
-        failed = {rank: code for rank, code in self.exit_codes.items() if code != 0}
-        if failed:
-            codes = ", ".join(f"rank {rank}: {describe_exit(code)}" for rank, code in failed.items())
-            words = [
-                f"--- {who}\n" + "\n".join(lines[-30:])
-                for who, lines in sorted(self.last_lines.items())
-                if who.startswith("node") or int(who.split()[1]) in failed
-            ]
-            raise JobError("\n".join([f"the job failed ({codes})", *words]))
+        if not self.succeeded:
+            raise JobError(self.explain("the job failed"))
         return self
+
+    def explain(self, what: str) -> str:
+        """How ranks ended that did not succeed, their last lines, and what to try."""
+        failed = {rank: code for rank, code in self.exit_codes.items() if code != 0}
+        codes = ", ".join(f"rank {rank} {describe_exit(code)}" for rank, code in failed.items())
+        words = [
+            f"--- {who}\n" + "\n".join(lines[-30:])
+            for who, lines in sorted(self.last_lines.items())
+            if who.startswith("node") or int(who.split()[1]) in failed
+        ]
+        return "\n".join([f"{what} ({codes})", *words, *self.advice()])
+
+    def advice(self) -> list[str]:
+        """A line for each exit code whose cause is known."""
+        known = {advise_on_exit(code): None for code in self.exit_codes.values()}
+        return [f"Try: {text}" for text in known if text]
 
 
 class Job:
-    """Made by `Cluster.start`."""
+    """One torchrun per node, each with `ranks_per_node` ranks. `Cluster.start` makes them."""
 
     def __init__(
         self,
@@ -69,9 +100,9 @@ class Job:
         environment: dict[str, str],
         exit_folder: Path,
         *,
-        on_line: OnLine | None,
-        log_folder: Path | None,
-        kill: Callable[[], object],
+        on_line: OnLine | None = None,
+        log_folder: Path | None = None,
+        kill: Callable[[], object] = lambda: None,
     ) -> None:
         self._ranks = len(commands) * ranks_per_node
         self._exit_folder = exit_folder
@@ -123,7 +154,7 @@ class Job:
                 time.sleep(0.05)
         finally:
             self.stop()
-        return self._result()
+        return self.result()
 
     def stop(self) -> None:
         """End whatever is still running: politely, then not."""
@@ -149,13 +180,11 @@ class Job:
         """Then a torchrun may still complain that another one, with its store, is gone first."""
         return all(code == 0 for code in self._exit_codes().values())
 
-    def _result(self) -> JobResult:
-        return JobResult(self._exit_codes(), time.monotonic() - self._started, self.last_lines())
-
-    def last_lines(self) -> dict[str, list[str]]:
-        """What each rank and node said last."""
+    def result(self) -> JobResult:
+        """How the ranks ended, after `stop`."""
         with self._lock:
-            return {who: list(lines) for who, lines in self._last_lines.items()}
+            last_lines = {who: list(lines) for who, lines in self._last_lines.items()}
+        return JobResult(self._exit_codes(), time.monotonic() - self._started, last_lines)
 
     def _read(self, node: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -183,13 +212,3 @@ class Job:
             self._log_folder = None
             return f" [no more logs: {error.strerror}: {error.filename or folder}]"
         return ""
-
-
-def describe_exit(code: int | None) -> str:
-    """
-    >>> describe_exit(1), describe_exit(-9), describe_exit(None)
-    ('exit code 1', 'SIGKILL', 'stopped')
-    """
-    if code is None:
-        return "stopped"
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 
 def main(folder: str, *program: str) -> int:
-    process = subprocess.Popen([sys.executable, "-u", *program])
+    # faulthandler: a rank that a signal ends says where it was.
+    process = subprocess.Popen([sys.executable, "-u", "-X", "faulthandler", *program])
     signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     code = process.wait()
     told = Path(folder, os.environ["RANK"])

@@ -3,17 +3,23 @@ precision."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from ..amx import CAP_VARIABLE, make_bf16_safe
 from .gpt import GPT
 from .loading import ModelConfig, Precision, blocks_of, build_model
+
+logger = logging.getLogger("zeropp")
 
 
 def build_sharded(config: ModelConfig, seed: int, mesh: DeviceMesh) -> nn.Module:
@@ -51,10 +57,9 @@ def shard(
             f"{type(model).__name__} is on the meta device and only our GPT can fill in its weights; "
             "build it on the CPU"
         )
-    bf16 = precision == "bf16" or (precision == "auto" and is_good_at_bf16(device))
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if bf16
+        if _computes_in_bf16(precision, mesh)
         else MixedPrecisionPolicy()
     )
     if activation_checkpointing:
@@ -86,14 +91,35 @@ def _checkpoint_blocks(model: nn.Module) -> None:
                 setattr(owner, name, checkpoint_wrapper(child))
 
 
+def _computes_in_bf16(precision: Precision, mesh: DeviceMesh) -> bool:
+    """The same answer on every rank of `mesh`: ranks that gather different dtypes would never meet."""
+    if precision == "fp32":
+        return False
+    is_safe, why = make_bf16_safe() if mesh.device_type == "cpu" else (True, "")
+    if why and os.environ.get("LOCAL_RANK", "0") == "0":  # one line per node
+        logger.warning("zeropp: %s", why)
+    device = torch.device(mesh.device_type)
+    votes = torch.tensor([is_safe, is_safe and is_good_at_bf16(device)], dtype=torch.int32, device=device)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+    all_are_safe, all_are_good = votes.tolist()
+    if precision == "bf16" and not all_are_safe:
+        why = why or "a product in bf16 ends the process on another rank"
+        raise ValueError(f"precision is 'bf16'; {why}; use 'fp32'")
+    return bool(all_are_safe if precision == "bf16" else all_are_good)
+
+
 def is_good_at_bf16(device: torch.device) -> bool:
     """Whether matrix products in bf16 are faster than in fp32, by what the device says of itself.
 
-    CPUs without instructions for bf16 emulate it, many times slower than fp32.
+    CPUs without instructions for bf16 emulate it, many times slower than fp32. AMX counts unless oneDNN is
+    capped below it: see amx.py.
     """
     if device.type == "cpu":
-        capabilities = torch.cpu.get_capabilities()
-        return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "sve_bf16"))
+        names = ["avx512_bf16", "sve_bf16"]
+        if CAP_VARIABLE not in os.environ:
+            names.append("amx_bf16")
+        return any(torch.cpu.get_capabilities().get(name, False) for name in names)
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "xpu":

@@ -6,16 +6,15 @@ Two nodes of two ranks: a lab of network namespaces where the machine allows it;
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from ..lab import Cluster, JobError, LabError
-from ..lab.job import TORCHRUN
+from ..lab import Cluster, LabError
+from ..lab.job import Job, rank_environment, torchrun
 from .config import Preset
 from .metrics import FILE_NAME
 
@@ -68,19 +67,12 @@ class LocalRanks:
         return f"{NODES * RANKS_PER_NODE} local ranks that play {NODES} nodes (no lab here: {self.why})"
 
     def run(self, program: Sequence[str], each_second: Callable[[], None]) -> None:
-        ranks = ("--nproc-per-node", str(NODES * RANKS_PER_NODE))
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        with subprocess.Popen(
-            [*TORCHRUN, "--standalone", *ranks, *program, "--zeropp.node-size", str(RANKS_PER_NODE)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        ) as job:
-            while job.poll() is None:
-                each_second()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    job.wait(1.0)
-        if job.returncode:
-            raise JobError(f"torchrun ended with exit code {job.returncode}; what it said is above")
+        ranks = NODES * RANKS_PER_NODE
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            program = [*program, "--zeropp.node-size", str(RANKS_PER_NODE)]
+            command = torchrun(("--standalone",), ranks, folder, "logs", program)
+            Job([command], ranks, rank_environment({}), folder).wait(each_second=each_second).check()
 
 
 @contextlib.contextmanager

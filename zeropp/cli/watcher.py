@@ -1,0 +1,45 @@
+"""A watcher for each rank of a command: it tells how the rank ended if a signal ended it.
+
+A process that a signal ends cannot report it, and the other ranks only see closed connections. So the command
+forks before it imports torch: the child is the rank, and the parent waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+
+from rich.console import Console
+
+from ..process_exit import advise_on_exit, describe_exit
+
+STOPPED_BY_OTHERS = (signal.SIGTERM, signal.SIGINT)
+"""Signals with which launchers and users stop a rank: no news."""
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def watch_rank() -> int | None:
+    """Fork. The child gets None and goes on as the rank; the parent returns with the exit code when it ends.
+
+    Call it while the process has a single thread.
+    """
+    watcher = os.getpid()
+    rank = os.fork()
+    if rank == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher may kill the watcher
+        if os.getppid() != watcher:  # it has, before the line above
+            os._exit(1)
+        faulthandler.enable()
+        return None
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(rank, number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank as well
+    code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    if code >= 0:
+        return code
+    if -code not in STOPPED_BY_OTHERS:
+        advice = advise_on_exit(code)
+        text = f"rank {os.environ['RANK']} {describe_exit(code)}" + (f". Try: {advice}" if advice else "")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="red", markup=False)
+    return 128 - code
