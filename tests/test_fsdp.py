@@ -189,7 +189,7 @@ def _packed(
     model().backward()
     return {
         "gathered": ([length for _, length in gather.runs], list(unit.gather_lengths())),
-        "reduced": ([length for _, length in reduce.runs], list(unit.reduce_lengths())),
+        "reduced": ([length for _, length in reduce.runs], [piece.numel for piece in unit.reduce_pieces()]),
         "dtype": (reduce.dtype, expected),
     }
 

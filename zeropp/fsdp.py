@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.utils.hooks import RemovableHandle
 
-from .comm import AllGather, ReduceScatter, Weight
+from .comm import AllGather, Piece, ReduceScatter, Weight
 from .fsdp_versions import CONTEXT, READER, check, check_parts, compute_dtype, sharded_parameter
 
 logger = logging.getLogger("zeropp")
@@ -48,6 +48,7 @@ class Unit:
         """All of them."""
         self._param_groups = param_groups  # one, except with a mesh per parameter
         self._sends_unused: bool | None = None  # what the user had set: see `send_unused_gradients`
+        self._with_gradients: set[int] | None = None  # ids of what the last backward reduced
 
     @property
     def name(self) -> str:
@@ -109,11 +110,17 @@ class Unit:
         gathered; the same on every rank."""
         return tuple(p.padded_sharded_param_size.numel() for p in self._fsdp_params)
 
-    def reduce_lengths(self) -> tuple[int, ...]:
-        """The same for what is reduced, if all that is trained has a gradient. Before FSDP2 has run, in the
-        order of weights, which need not be true from torch 2.15 on."""
+    def reduce_pieces(self) -> tuple[Piece, ...]:
+        """The parameters of a rank's shard of gradients, in their order, with the elements of a row of each.
+
+        In a backward: those that FSDP2 reduces in it. Before: all that are trained, in the order of weights,
+        which need not be true from torch 2.15 on."""
         order = [p for group in self._param_groups for p in READER.reduce_order(group)]
-        return tuple(p.padded_sharded_param_size.numel() for p in order if sharded_parameter(p).requires_grad)
+        reduced = self._with_gradients
+        if reduced is None:
+            reduced = {id(p) for p in order if sharded_parameter(p).requires_grad}
+        sizes = [p.padded_sharded_param_size for p in order if id(p) in reduced]
+        return tuple(Piece(size.numel(), size[1:].numel() if len(size) > 1 else 1) for size in sizes)
 
     def gather_dtypes(self) -> set[torch.dtype]:
         """The dtypes that FSDP2 gathers; if there are several, it sends raw bytes."""
@@ -172,11 +179,27 @@ class Unit:
         """Put comms in place: ours, or any objects with their `allocate` and `__call__`."""
         self.module.set_custom_all_gather(all_gather)
         self.module.set_custom_reduce_scatter(reduce_scatter)
+        for group in self._param_groups:
+            vars(group)["post_backward"] = MethodType(self._post_backward, group)
+
+    def _post_backward(self, group: Any, *unused: Any) -> None:
+        """FSDP2's own, after a note of the parameters with a gradient: FSDP2 packs those and tells nobody."""
+        params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        if READER.accumulates_apart and group.reduce_grads and group.reduce_scatter_unused_params:
+            _bring_to_one_dtype(params)
+        sends_unused = group.reduce_scatter_unused_params
+        self._with_gradients = {
+            id(p) for p in params if _held(p) or (sends_unused and p._unsharded_param.requires_grad)
+        }
+        type(group).post_backward(group, *unused)
 
     def restore(self) -> None:
         """Give the unit back to FSDP2."""
         self.module.set_custom_all_gather(collectives.DefaultAllGather())
         self.module.set_custom_reduce_scatter(collectives.DefaultReduceScatter())
+        for group in self._param_groups:
+            vars(group).pop("post_backward", None)
+        self._with_gradients = None
         self.send_unused_as_set()
 
     def send_unused_gradients(self) -> None:
@@ -184,17 +207,12 @@ class Unit:
         if self._sends_unused is None:  # now, not earlier: what another apply() had set is undone by now
             self._sends_unused = bool(self._param_groups[0].reduce_scatter_unused_params)
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
-        if READER.accumulates_apart:
-            for group in self._param_groups:
-                vars(group)["post_backward"] = MethodType(_post_backward_in_one_dtype, group)
 
     def send_unused_as_set(self) -> None:
         """Undo `send_unused_gradients`: parameters without a gradient are sent as the user had said."""
         if self._sends_unused is not None:
             self.module.set_reduce_scatter_unused_params(self._sends_unused, recurse=False)
             self._sends_unused = None
-            for group in self._param_groups:
-                vars(group).pop("post_backward", None)
 
     def on_all_reduce(self, react: Callable[[Tensor], None]) -> None:
         """Call `react` with the shard of gradients whenever it has been reduced over all replicas of HSDP."""
@@ -353,20 +371,19 @@ class Unit:
         return any(id(group) in theirs for group in self._param_groups)
 
 
-def _post_backward_in_one_dtype(group: Any, *unused: Any) -> None:
-    """FSDP2's own, on torch 2.13 and 2.14, where gradients that it has held are in the reduce dtype, and
-    fresh ones and zeros of unused parameters are not: it refuses to reduce them together (PyTorch issue
-    196996), so all are brought to the reduce dtype first."""
-    params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    mixes = group.reduce_grads and group.reduce_scatter_unused_params
-    if mixes and any(p.unsharded_accumulated_grad is not None for p in params):
-        for param in params:
-            param.accumulate_unsharded_grad_if_needed()
-            param.to_accumulated_grad_if_needed()
-            full = param._unsharded_param
-            if full.requires_grad and param.unsharded_accumulated_grad is None and full.grad is None:
-                param.unsharded_accumulated_grad = torch.zeros_like(full, dtype=param.reduce_dtype)
-    type(group).post_backward(group, *unused)
+def _bring_to_one_dtype(params: list[Any]) -> None:
+    """Gradients of these parameters that FSDP2 holds to the reduce dtype, on torch 2.13 and 2.14.
+
+    There, gradients that FSDP2 has held are in the reduce dtype, and fresh ones and zeros of unused
+    parameters are not. FSDP2 refuses to reduce them together (PyTorch issue 196996)."""
+    if all(p.unsharded_accumulated_grad is None for p in params):
+        return
+    for param in params:
+        param.accumulate_unsharded_grad_if_needed()
+        param.to_accumulated_grad_if_needed()
+        full = param._unsharded_param
+        if full.requires_grad and param.unsharded_accumulated_grad is None and full.grad is None:
+            param.unsharded_accumulated_grad = torch.zeros_like(full, dtype=param.reduce_dtype)
 
 
 def find_units(model: nn.Module) -> list[Unit]:

@@ -289,7 +289,7 @@ def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool =
             *(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
             overlap=beside,
         ),
-        ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_lengths, beside),
+        ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_pieces, beside),
     )
     as_they_are = _why_weights_stay(unit)
     if config.weights != "none" and as_they_are:

@@ -1,62 +1,140 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Literal
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeropp.comm import chunks
+from zeropp.comm.chunks import Piece, column_chunks, row_segments
+from zeropp.quant import Segment, make_codec
+from zeropp.quant.rotation import GROUP
 
-LENGTHS = st.one_of(st.integers(0, 300), st.integers(2000, 2100), st.integers(10**5, 10**6))
-PARAMETERS = st.lists(LENGTHS, min_size=1, max_size=8).map(tuple).filter(sum)
+FP32 = torch.float32
+NAMES: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
+ROWS = st.sampled_from([1, 8, 33, 64, 72, 96, 100, 128, 4096])
+PIECES = st.lists(
+    st.builds(lambda rows, row: Piece(rows * row, row), st.integers(0, 70), ROWS), min_size=1, max_size=8
+)
+LONG = st.just(Piece(300_001)) | st.just(Piece(40 * 8192, 8192))
+BLOCK_SIZES = st.sampled_from([32, 64, 128, 4096])
 
 
-@given(PARAMETERS, st.booleans(), st.sampled_from([32, 128, 4096]), st.integers(1, 16))
-def test_chunks_cover_a_row_in_whole_blocks(
-    parameters: tuple[int, ...], all_have_gradients: bool, block_size: int, most: int
+def spans(segments: Sequence[Segment]) -> list[tuple[int, int, Segment]]:
+    """First and last column of each segment."""
+    edges = pairwise(accumulate((segment.numel for segment in segments), initial=0))
+    return [(first, last, segment) for (first, last), segment in zip(edges, segments, strict=True)]
+
+
+def block_edges(segments: Sequence[Segment], start: int = 0) -> list[int]:
+    """Columns at which blocks start."""
+    return [
+        start + edge
+        for first, last, segment in spans(segments)
+        for edge in range(first, last, segment.block_size or segment.numel)
+    ]
+
+
+@given(PIECES, BLOCK_SIZES, st.booleans())
+def test_no_block_holds_two_parameters_and_no_group_two_rows(
+    pieces: list[Piece], block_size: int, merge: bool
 ) -> None:
-    numel = sum(parameters)
-    reduced = parameters if all_have_gradients else (1, *parameters)
-    cut = chunks.column_chunks(chunks.Cut(most), numel, block_size, reduced)
+    segments = row_segments(pieces, block_size, merge=merge)
+    numel = sum(piece.numel for piece in pieces)
+    assert sum(segment.numel for segment in segments) == numel
+    starts = accumulate((piece.numel for piece in pieces), initial=0)
+    places = [(start, piece) for start, piece in zip(starts, pieces, strict=False) if piece.numel]
+    edges = set(block_edges(segments))
+    for first, last, segment in spans(segments):
+        inside = [(start, piece) for start, piece in places if first <= start < last]
+        assert merge or len(inside) == 1
+        assert sum(piece.numel for _, piece in inside) == segment.numel  # a piece is in one segment
+        if segment.block_size is not None:
+            assert {start for start, _ in inside} <= edges
+        if segment.is_rotated:  # groups start where the segment does, and each row ends with a group
+            assert segment.block_size is not None
+            assert segment.block_size % GROUP == 0
+            assert all(piece.row % GROUP == 0 for _, piece in inside)
+
+
+@given(PIECES, BLOCK_SIZES)
+def test_merging_changes_no_block(pieces: list[Piece], block_size: int) -> None:
+    one, many = (row_segments(pieces, block_size, merge=merge) for merge in (True, False))
+    assert set(block_edges(one)) <= set(block_edges(many))  # those that are sent as they are have none
+    blocks = [s for s in many if s.block_size is not None]
+    assert sum(s.numel for s in one if s.block_size is not None) == sum(s.numel for s in blocks)
+    assert {(s.block_size, s.is_rotated) for s in one} == {(s.block_size, s.is_rotated) for s in many}
+
+
+@given(PIECES, LONG, PIECES, BLOCK_SIZES, st.integers(1, 16))
+def test_chunks_cover_a_row_in_whole_blocks(
+    before: list[Piece], long: Piece, after: list[Piece], block_size: int, most: int
+) -> None:
+    pieces = [*before, long, *after]
+    segments = row_segments(pieces, block_size)
+    numel = sum(piece.numel for piece in pieces)
+    cut = column_chunks(chunks.Cut(most), segments)
     assert 1 <= len(cut) <= most
     slices = [chunk.at for chunk in cut]
     assert [at.start for at in slices] == [0, *(at.stop for at in slices[:-1])]
     assert slices[-1].stop == numel
-    assert all(at.stop > at.start for at in slices)
+    assert all(chunk.numel == sum(segment.numel for segment in chunk.segments) > 0 for chunk in cut)
     if len(cut) > 1:
         assert numel >= 2 * chunks.MIN_CHUNK_ELEMENTS
-    blocks = [start for chunk in cut for start in block_edges(chunk, block_size)]
-    whole = chunks.Columns(
-        slice(0, numel), chunks.block_starts(parameters, block_size) if all_have_gradients else ()
-    )
-    assert blocks == block_edges(whole, block_size)  # so cutting changes no block
+    blocks = [edge for chunk in cut for edge in block_edges(chunk.segments, chunk.at.start)]
+    assert blocks == block_edges(segments)  # so cutting changes no block
+    whole = {(first, segment.block_size): last for first, last, segment in spans(segments)}
+    for chunk in cut:
+        for first, last, segment in spans(chunk.segments):  # an offset counts from the start of the whole
+            start = chunk.at.start + first - segment.offset
+            assert chunk.at.start + last <= whole[start, segment.block_size]
 
 
 @given(st.integers(1, 16), st.booleans())
 def test_a_number_of_chunks_is_obeyed_and_auto_knows_gloo(most: int, on_gloo: bool) -> None:
     numel = 16 * chunks.MIN_CHUNK_ELEMENTS
-    assert len(chunks.column_chunks(chunks.Cut.of(most, on_gloo), numel, 128)) == most
-    assert len(chunks.column_chunks(chunks.Cut.of("auto", on_gloo), numel, 128)) == (1 if on_gloo else 2)
-    assert len(chunks.column_chunks(chunks.Cut.of("auto", on_gloo), 2 * numel, 128)) == 2
+    row = [Segment(numel, 128)]
+    assert len(column_chunks(chunks.Cut.of(most, on_gloo), row)) == most
+    assert len(column_chunks(chunks.Cut.of("auto", on_gloo), row)) == (1 if on_gloo else 2)
+    assert len(column_chunks(chunks.Cut.of("auto", on_gloo), [Segment(2 * numel, 128)])) == 2
 
 
-def block_edges(columns: chunks.Columns, block_size: int) -> list[int]:
-    """Where blocks start."""
-    first, last = columns.at.start, columns.at.stop
-    runs = pairwise((first, *(first + start for start in columns.block_starts), last))
-    return [edge for start, stop in runs for edge in range(start, stop, block_size)]
+def test_no_segment_crosses_an_edge() -> None:
+    pieces = [Piece(128), Piece(128), Piece(128)]
+    assert len(row_segments(pieces, 128)) == 1
+    assert [segment.numel for segment in row_segments(pieces, 128, edges=(128,))] == [128, 256]
 
 
-@given(PARAMETERS, st.sampled_from([32, 128]))
-def test_long_parameters_have_blocks_of_their_own(parameters: tuple[int, ...], block_size: int) -> None:
-    numel = sum(parameters)
-    blocks = block_edges(
-        chunks.Columns(slice(0, numel), chunks.block_starts(parameters, block_size)), block_size
+def padded_shards(shapes: list[tuple[int, ...]], ranks: int) -> list[Piece]:
+    """What FSDP2 puts into a row: rows of dimension 0, padded to a multiple of the ranks."""
+    pieces = []
+    for first, *others in shapes:
+        row = 1
+        for size in others:
+            row *= size
+        pieces.append(Piece(-(-first // ranks) * row, row))
+    return pieces
+
+
+LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)]
+NORM, BIAS = [(768,), (768,)], (768,)
+GPT2 = [*NORM, (2304, 768), (2304,), (768, 768), BIAS, *NORM, (3072, 768), (3072,), (768, 3072), BIAS]
+MODELS: dict[str, list[tuple[int, ...]]] = {"Llama 8B": [*LLAMA_8B, (4096,), (4096,)], "GPT-2": GPT2}
+"""Shapes of a layer: a model of large matrices, and one of many small tensors."""
+
+
+@pytest.mark.parametrize("ranks", [64, 1024, 4096])
+@pytest.mark.parametrize("model", MODELS)
+def test_padding_costs_less_than_one_percent(model: str, ranks: int) -> None:
+    """Of int8 weights and int4 gradients together, against blocks that know no parameters."""
+    pieces = padded_shards(MODELS[model], ranks)
+    numel, segments = sum(piece.numel for piece in pieces), row_segments(pieces, 128)
+    ours, least = (
+        sum(make_codec(name, FP32, 128, segments=known).row_bytes(numel) for name in NAMES)
+        for known in (segments, ())
     )
-    starts = list(accumulate(parameters, initial=0))
-    long = [length >= chunks.LONG_PARAMETER_BLOCKS * block_size for length in parameters]
-    for (start, stop), is_long in zip(pairwise(starts), long, strict=True):
-        if is_long:
-            assert {start, stop} <= {*blocks, numel}
-    padding = sum(-(stop - start) % block_size for start, stop in pairwise((*blocks, numel)))
-    assert padding <= (1 + 2 * sum(long)) * block_size
+    assert ours <= 1.01 * least

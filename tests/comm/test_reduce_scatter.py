@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 import zeropp
 from tests.configs import CONFIGS, PARAMETERS, examples_on_ranks
 from tests.ranks import Ranks
-from zeropp.comm import Ledger, ReduceScatter, Scratch, Wire
+from zeropp.comm import Ledger, Piece, ReduceScatter, Scratch, Wire
 from zeropp.comm.lanes import LaneWork
 from zeropp.comm.reduction import scale_of
 from zeropp.topology import Topology
@@ -36,7 +36,7 @@ def make_reduce_scatter(config: zeropp.Config, parameters: Sequence[int] = ()) -
     topology = Topology.of(group, config.node_size)
     hops = (topology.flat_hop(),) if config.route == "flat" else topology.hops()
     wire = Wire("unit", topology, Ledger(), Scratch())
-    return ReduceScatter(wire, hops[::-1], config, parameters=lambda: tuple(parameters))
+    return ReduceScatter(wire, hops[::-1], config, pieces=lambda: tuple(Piece(numel) for numel in parameters))
 
 
 def gradients_of(rank: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zeropp.quant import BlockCodec, BlockFormat, CastCodec, make_codec
+from zeropp.quant import BlockCodec, BlockFormat, CastCodec, Codec, Segment, make_codec
 
 NAMES = ["none", "bf16", "int8", "int4"]
 
@@ -62,65 +61,65 @@ def test_encode_and_decode_with_the_same_order_put_rows_back(
     assert torch.equal(alone[0], encoded[2])
 
 
-FORMATS = st.builds(
-    BlockFormat, st.sampled_from([4, 8]), st.just(64), rotate=st.booleans(), stochastic=st.booleans()
-)
+INTEGERS = st.sampled_from(["int8", "int4"])
+BLOCK_SIZES = st.sampled_from([None, 64, 128])
+SEGMENT = st.builds(Segment, st.integers(1, 200), BLOCK_SIZES, st.booleans(), st.integers(0, 500))
+SEGMENTS = st.lists(SEGMENT, min_size=1, max_size=4)
 
 
 @settings(deadline=None)  # the first call may compile
-@given(FORMATS, FORMATS, st.lists(st.integers(1, 200), min_size=1, max_size=4), st.permutations(range(3)))
-def test_a_row_with_block_starts_is_several_rows(
-    fmt: BlockFormat, into: BlockFormat, lengths: list[int], order: list[int]
+@given(INTEGERS, INTEGERS, st.booleans(), st.booleans(), SEGMENTS, st.permutations(range(3)))
+def test_each_segment_of_a_row_is_what_it_would_be_alone(
+    name: Any, into_name: Any, rotate: bool, stochastic: bool, segments: list[Segment], order: list[int]
 ) -> None:
-    """In every operation, to the last bit: each part is what it would be alone, one after the other."""
-    numel, starts = sum(lengths), tuple(accumulate(lengths))[:-1]
-    codec, alone = BlockCodec(fmt).with_block_starts(starts), BlockCodec(fmt)
-    second, second_alone = BlockCodec(into, starts), BlockCodec(into)
-    columns = [slice(start, start + length) for start, length in zip((0, *starts), lengths, strict=True)]
-    x, seed = torch.randn(2, 3, numel), 5
-    encoded = torch.stack([_encode(codec, rows, order, seed=seed) for rows in x])
-    parts = [
-        torch.stack([_encode(alone, rows[:, at], order, seed=seed, offset=at.start) for rows in x])
-        for at in columns
-    ]
-    assert torch.equal(encoded, torch.cat(parts, dim=-1))
-
+    """In every operation, to the last bit, one after the other."""
+    numel, dtype, seed = sum(segment.numel for segment in segments), torch.float32, 5
+    codec, second = (make_codec(wire, dtype, 128, rotate, stochastic, segments) for wire in (name, into_name))
+    x = torch.randn(2, 3, numel)
+    encoded = torch.stack([_encode(codec, rows, order, seed) for rows in x])
     decoded, total = torch.empty(3, numel), torch.ones(3, numel)
     codec.decode(encoded[0], decoded, order)
     codec.decode_sum(encoded, total, 0.5, accumulate=True)
     recoded = torch.empty(3, second.row_bytes(numel), dtype=torch.uint8)
     codec.recode(encoded, second, recoded, numel, 0.5, seed=seed)
-    for part, at, length in zip(parts, columns, lengths, strict=True):
-        decoded_alone, total_alone = torch.empty(3, length), torch.ones(3, length)
+    column = 0
+    for segment in segments:
+        at = slice(column, column + segment.numel)
+        column = at.stop
+        is_rotated = rotate and segment.is_rotated
+        alone, second_alone = (
+            CastCodec(dtype)
+            if segment.block_size is None
+            else BlockCodec(
+                BlockFormat(8 if wire == "int8" else 4, segment.block_size, is_rotated, stochastic)
+            )
+            for wire in (name, into_name)
+        )
+        part = torch.stack([_encode(alone, rows[:, at], order, seed, segment.offset) for rows in x])
+        assert torch.equal(encoded[..., : part.shape[-1]], part)
+        encoded = encoded[..., part.shape[-1] :]
+        decoded_alone, total_alone = torch.empty(3, segment.numel), torch.ones(3, segment.numel)
         alone.decode(part[0], decoded_alone, order)
         alone.decode_sum(part, total_alone, 0.5, accumulate=True)
         assert torch.equal(decoded[:, at], decoded_alone)
         assert torch.equal(total[:, at], total_alone)
-        recoded_alone = torch.empty(3, second_alone.row_bytes(length), dtype=torch.uint8)
-        alone.recode(part, second_alone, recoded_alone, length, 0.5, seed=seed, offset=at.start)
+        recoded_alone = torch.empty(3, second_alone.row_bytes(segment.numel), dtype=torch.uint8)
+        alone.recode(part, second_alone, recoded_alone, segment.numel, 0.5, seed=seed, offset=segment.offset)
         assert torch.equal(recoded[:, : recoded_alone.shape[1]], recoded_alone)
         recoded = recoded[:, recoded_alone.shape[1] :]
-    assert recoded.shape[1] == 0
+    assert encoded.shape[-1] == recoded.shape[1] == column - numel == 0
 
 
-def _encode(codec: BlockCodec, x: Tensor, order: list[int], seed: int, offset: int = 0) -> Tensor:
+def _encode(codec: Codec, x: Tensor, order: list[int], seed: int, offset: int = 0) -> Tensor:
     encoded = torch.full((len(x), codec.row_bytes(x.shape[1])), 255, dtype=torch.uint8)
     codec.encode(x, encoded, order, seed, offset)
     return encoded
 
 
-def test_block_starts_outside_of_a_row_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"block_starts is \(40,\); expected columns of a row of 40 elements"
-    ):
-        BlockCodec(BlockFormat(8, 32), (40,)).row_bytes(40)
-
-
-def test_recode_between_different_block_starts_is_refused() -> None:
-    codec, other = BlockCodec(BlockFormat(8, 32), (40,)), BlockCodec(BlockFormat(4, 32), (50,))
-    encoded, out = (torch.zeros(2, c.row_bytes(90), dtype=torch.uint8) for c in (codec, other))
-    with pytest.raises(ValueError, match=r"block_starts is \(50,\) in the other codec; expected \(40,\)"):
-        codec.recode(encoded.unsqueeze(0), other, out, 90)
+def test_rows_that_segments_do_not_fill_are_refused() -> None:
+    codec = make_codec("int8", torch.float32, 32, segments=[Segment(40, 32)])
+    with pytest.raises(ValueError, match="a row has 41 elements; its segments have 40"):
+        codec.row_bytes(41)
 
 
 @settings(deadline=None)  # the first call may compile

@@ -2,6 +2,7 @@
 
 from .alarm import Alarm, StaleWeightsError
 from .all_gather import AllGather
+from .chunks import Piece
 from .column_groups import Weight
 from .ledger import Ledger, Traffic
 from .node_shard import NodeShard
@@ -13,6 +14,7 @@ __all__ = [
     "AllGather",
     "Ledger",
     "NodeShard",
+    "Piece",
     "ReduceScatter",
     "Scratch",
     "StaleWeightsError",

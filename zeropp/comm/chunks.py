@@ -1,38 +1,58 @@
-"""How a row of a buffer is cut: into chunks for the pipeline, and into blocks that respect parameters.
+"""How a row of a buffer is cut: into segments that respect parameters, and into chunks for the pipeline.
+
+[Note: Segments]
+A row is the shards of a unit's parameters, one after the other. What a parameter receives depends on its own
+values only. So a parameter that several shard groups hold (a norm that tensor parallelism replicates, a
+router, the embedding of two pipeline stages) stays equal in all of them. Two rules follow:
+
+- A block holds elements of one parameter. A scale that two parameters shared would round the smaller one to
+  zero, and differently in every group.
+- A rotated group holds elements of one row of a parameter (a slice of its dimension 0). So a row of gradients
+  that is zero on all ranks (a token that no batch has, an expert without tokens) arrives as zero. Parameters
+  whose rows are no multiple of 64 elements, all those of one dimension among them, are not rotated.
+
+The end of a parameter pads its last block. Short shards take the size of blocks that needs the fewest bytes.
+The shortest are sent as they are. Neighbours of one format are one segment if blocks end where they meet:
+the bytes are the same, and fewer kernels run.
+
+    row       matrix, rows of 4096     | norm: 64        | bias: 12  | matrix, rows of 100
+    segments  [ 128 ][ 128 ] ... [ 128 ] [      64     ] [  as is  ] [ 128 ][ 128 ] ... [ 36, padded ]
+              rotated                    not rotated                 not rotated
 
 [Note: Chunks]
 A buffer of rows [W, S] is cut into chunks of columns, each of whole blocks, so that cutting changes no code
-and no scale. All ranks cut alike: they have the same Config, the same backend and the same lengths of
-parameters.
+and no scale. All ranks cut alike: they have the same Config, the same backend and the same shards.
 
-What a chunk gains is that a unit's hops overlap with each other and with its codecs. What it costs are
-messages, and the Python that starts them. On gloo the cores that compute pay for that, and what overlaps with
-a unit's hops is the next unit anyway (lanes.py). So with chunks="auto" two hops on gloo have far longer ones:
-benchmarks/chunks.py compares.
-
-[Note: Blocks of a parameter]
-A shard is its parameters' shards, one after the other, and a block has one scale. A block with the end of a
-norm (weights near 1) and the start of a matrix (near 0.02) would lose the latter. So a long parameter has
-blocks of its own: a new block starts with it and after it. Short ones share theirs; a block for each would
-cost more bytes than it is worth (a norm's shard can be three elements). What is packed from several stretches
-of columns (column_groups.py) has blocks of its own for each: no block is in two places.
-
-    shard   norm | matrix                       | bias, norm | matrix
-    blocks  [ n ][  m  ][  m  ][  m  ][  m  ][ m][   b n    ][  m  ][  m  ] ...
+A chunk lets a unit's hops overlap with each other and with its codecs. It costs messages, and the Python that
+starts them. On gloo the cores that compute pay for that, and the next unit overlaps with a unit's hops anyway
+(lanes.py). So with chunks="auto" two hops on gloo have far longer chunks: benchmarks/chunks.py compares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal, NamedTuple
+
+from ..config import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
+from ..quant import BlockFormat, Segment
+from ..quant.rotation import GROUP
 
 AUTO_CHUNKS = 2
 MIN_CHUNK_ELEMENTS = 1 << 16  # of a row; below that, latency and Python cost more than overlap gains
 MIN_CHUNK_ELEMENTS_ON_GLOO = 1 << 20
-# Blocks that a parameter must fill to get its own. Each end costs half a block on average: below 1%.
-LONG_PARAMETER_BLOCKS = 64
+BLOCK_SIZES = tuple(1 << n for n in range(MIN_BLOCK_SIZE.bit_length() - 1, MAX_BLOCK_SIZE.bit_length()))
+AS_IS_ELEMENTS = 16
+"""Shards of so many elements or fewer are sent as they are: a padded block would take about as many bytes."""
+
+
+class Piece(NamedTuple):
+    """A parameter's part of a row."""
+
+    numel: int
+    row: int = 1
+    """Elements of a row of the parameter. [Note: Segments]"""
 
 
 @dataclass(frozen=True)
@@ -40,8 +60,11 @@ class Columns:
     """A chunk of the columns of a buffer."""
 
     at: slice
-    block_starts: tuple[int, ...] = ()
-    """Where in the chunk a new block starts although the one before is not full."""
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        return int(self.at.stop - self.at.start)
 
 
 class Cut(NamedTuple):
@@ -60,59 +83,89 @@ class Cut(NamedTuple):
         return cls(AUTO_CHUNKS, MIN_CHUNK_ELEMENTS_ON_GLOO if on_gloo else MIN_CHUNK_ELEMENTS)
 
 
-def column_chunks(
-    cut: Cut,
-    numel: int,
-    block_size: int,
-    parameters: tuple[int, ...] = (),
-    edges: tuple[int, ...] = (),
-) -> list[Columns]:
-    """Chunks of a row of `numel` elements, of whole blocks, given the elements of each parameter in it, and
-    where a new stretch begins.
+def row_segments(
+    pieces: Sequence[Piece], block_size: int, *, edges: Collection[int] = (), merge: bool = True
+) -> tuple[Segment, ...]:
+    """The segments of a row. No segment crosses one of `edges`, and with merge=False none holds two pieces.
 
-    If those are not `numel` together, as in a reduction of only some of them, no block is aligned.
+    See [Note: Segments].
 
-    >>> column_chunks(Cut(most=2), 100, 128)
-    [Columns(at=slice(0, 100, None), block_starts=())]
-    >>> first, second = column_chunks(Cut(most=2), 200_001, 128, (65, 199_936))
-    >>> first
-    Columns(at=slice(0, 100033, None), block_starts=(65,))
-    >>> second
-    Columns(at=slice(100033, 200001, None), block_starts=())
+    >>> for segment in row_segments([Piece(8192, row=4096), Piece(64), Piece(12), Piece(200, row=100)], 128):
+    ...     print(segment)
+    Segment(numel=8192, block_size=128, is_rotated=True, offset=0)
+    Segment(numel=64, block_size=64, is_rotated=False, offset=0)
+    Segment(numel=12, block_size=None, is_rotated=False, offset=0)
+    Segment(numel=200, block_size=32, is_rotated=False, offset=0)
     """
-    starts = block_starts(parameters, block_size, edges) if sum(parameters) == numel else edges
+    found: list[Segment] = []
+    position = 0
+    for piece in pieces:
+        if piece.numel == 0:
+            continue
+        segment = _segment(piece, block_size)
+        last = found[-1] if found else None
+        if merge and last is not None and position not in edges and _can_merge(last, segment):
+            found[-1] = last._replace(numel=last.numel + segment.numel)
+        else:
+            found.append(segment)
+        position += piece.numel
+    return tuple(found)
+
+
+def column_chunks(cut: Cut, segments: Sequence[Segment]) -> list[Columns]:
+    """Chunks of a row of these segments, of whole blocks.
+
+    >>> first, second = column_chunks(Cut(most=2), [Segment(65, 64), Segment(199_936, 128)])
+    >>> first
+    Columns(at=slice(0, 100033, None), segments=(Segment(numel=65, block_size=64, is_rotated=False, \
+offset=0), Segment(numel=99968, block_size=128, is_rotated=False, offset=0)))
+    >>> second
+    Columns(at=slice(100033, 200001, None), segments=(Segment(numel=99968, block_size=128, is_rotated=False, \
+offset=99968),))
+    """
+    numel = sum(segment.numel for segment in segments)
     count = max(1, min(cut.most, numel // cut.least))
-    cuts = [0]
-    for number in range(1, count):
-        wanted = numel * number // count
-        before = max((start for start in starts if start <= wanted), default=0)
-        after = min((start for start in starts if start > wanted), default=numel)
-        cuts.append(min(before + -(-(wanted - before) // block_size) * block_size, after))
-    return [
-        Columns(slice(first, last), tuple(start - first for start in starts if first < start < last))
-        for first, last in pairwise((*cuts, numel))
-        if first < last
-    ]
+    wanted = [numel * number // count for number in range(1, count)]
+    chunks: list[Columns] = []
+    inside: list[Segment] = []
+    first = position = 0
+
+    def close() -> None:
+        nonlocal first, inside
+        if inside:
+            chunks.append(Columns(slice(first, position), tuple(inside)))
+        first, inside = position, []
+
+    for segment in segments:
+        rest = segment
+        while wanted and wanted[0] < position + rest.numel:
+            block = rest.block_size or rest.numel
+            taken = min(-(-(wanted.pop(0) - position) // block) * block, rest.numel)
+            if taken:
+                inside.append(rest._replace(numel=taken))
+                position += taken
+                rest = rest._replace(numel=rest.numel - taken, offset=rest.offset + taken)
+            close()
+        if rest.numel:
+            inside.append(rest)
+            position += rest.numel
+    close()
+    return chunks
 
 
 @lru_cache(maxsize=4096)
-def block_starts(
-    parameters: tuple[int, ...], block_size: int, edges: tuple[int, ...] = ()
-) -> tuple[int, ...]:
-    """Where a block must end early; see [Note: Blocks of a parameter].
+def _segment(piece: Piece, block_size: int) -> Segment:
+    if piece.numel <= AS_IS_ELEMENTS:
+        return Segment(piece.numel, None)
+    is_rotated = piece.row % GROUP == 0 and block_size >= GROUP
+    smallest = GROUP if is_rotated else MIN_BLOCK_SIZE
+    sizes = [size for size in BLOCK_SIZES if smallest <= size <= block_size]
+    # The same size for all hops, so that sums are encoded in the blocks that they arrived in.
+    fewest = min(reversed(sizes), key=lambda size: BlockFormat(4, size).row_bytes(piece.numel))
+    return Segment(piece.numel, fewest, is_rotated)
 
-    >>> block_starts((100, 100, 1_000_000, 100), block_size=128)
-    (200, 1000200)
-    >>> block_starts((128, 1_000_000), block_size=128)  # at the end of a block anyway
-    ()
-    >>> block_starts((128, 128, 100), block_size=128, edges=(128,))
-    (128,)
-    """
-    starts, position, after_long = [0], 0, False
-    for length in parameters:
-        is_long = length >= LONG_PARAMETER_BLOCKS * block_size
-        ends_early = (is_long or after_long) and (position - starts[-1]) % block_size
-        if ends_early or (position in edges and position > starts[-1]):
-            starts.append(position)
-        position, after_long = position + length, is_long
-    return tuple(starts[1:])
+
+def _can_merge(first: Segment, second: Segment) -> bool:
+    if (first.block_size, first.is_rotated) != (second.block_size, second.is_rotated):
+        return False
+    return first.block_size is None or first.numel % first.block_size == 0

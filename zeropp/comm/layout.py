@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..config import CodecName, Config
 from ..labels import Collective
-from ..quant import QUANTIZABLE_DTYPES, BlockCodec, BlockFormat, Codec, make_codec
+from ..quant import QUANTIZABLE_DTYPES, Codec, SegmentCodec, make_codec
 from ..quant.formats import RowOrder
 from ..topology import Hop, HopName
-from .chunks import Cut, column_chunks
+from .chunks import Columns, Cut, Piece, column_chunks, row_segments
 from .column_groups import ColumnGroup
 from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
 from .wire import Wire
@@ -50,9 +50,8 @@ class HopCodec:
         out: Tensor,
         order: RowOrder | None = None,
         seed: int | None = None,
-        offset: int = 0,
     ) -> None:
-        self.codec.encode(source, out, order, seed, offset)
+        self.codec.encode(source, out, order, seed)
         self._count("encode", source.shape[0])
 
     def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
@@ -70,11 +69,8 @@ class HopCodec:
         out: Tensor,
         factor: float = 1.0,
         seed: int | None = None,
-        offset: int = 0,
     ) -> None:
-        assert isinstance(self.codec, BlockCodec)
-        assert isinstance(into.codec, BlockCodec)
-        self.codec.recode(encoded, into.codec, out, self.numel, factor, seed, offset)
+        self.codec.recode(encoded, into.codec, out, self.numel, factor, seed)
         self._count("recode_from", encoded.shape[0] * encoded.shape[1])
         into._count("recode_to", out.shape[0])
 
@@ -146,7 +142,7 @@ class ReduceChunk:
     """A chunk of the gradients of one unit: some columns of [W, S]."""
 
     number: int
-    at: slice
+    columns: Columns
     legs: tuple[Leg, ...]
     """Its hops, in their order."""
     errors: ErrorCodecs | None
@@ -157,16 +153,14 @@ class ReduceLayouts:
     """Layouts of one comm, by all that they depend on and that a call may change. Built when first needed."""
 
     def __init__(
-        self, build: Callable[[int, torch.dtype, tuple[int, ...], bool], tuple[ReduceChunk, ...]]
+        self, build: Callable[[torch.dtype, tuple[Piece, ...], bool], tuple[ReduceChunk, ...]]
     ) -> None:
         self._build = build
-        self._built: dict[tuple[int, torch.dtype, tuple[int, ...], bool], tuple[ReduceChunk, ...]] = {}
+        self._built: dict[tuple[torch.dtype, tuple[Piece, ...], bool], tuple[ReduceChunk, ...]] = {}
 
-    def of(
-        self, numel: int, dtype: torch.dtype, parameters: tuple[int, ...], at_once: bool
-    ) -> tuple[ReduceChunk, ...]:
+    def of(self, dtype: torch.dtype, pieces: tuple[Piece, ...], at_once: bool) -> tuple[ReduceChunk, ...]:
         """The chunks of a buffer; see `reduce_chunks`."""
-        key = numel, dtype, parameters, at_once
+        key = dtype, pieces, at_once
         chunks = self._built.get(key)
         if chunks is None:
             if len(self._built) >= MAX_LAYOUTS:
@@ -188,24 +182,24 @@ def gather_chunks(
     # With one hop, differences stop at the node shard, which is decoded where it is.
     received_on = NODE_SHARD if takes_differences and len(hops) == 1 else hops[-1].name
     on_hop = partial(HopCodec, wire.ledger, wire.unit, "all_gather")
-    cut = column_chunks(
-        _cut_of(wire, hops, config), columns.numel, config.block_size, columns.lengths, columns.edges
-    )
+    pieces = [Piece(length) for length in columns.lengths] or [Piece(columns.numel)]
+    segments = row_segments(pieces, config.block_size, edges=columns.edges)
+    cut = column_chunks(_cut_of(wire, hops, config), segments)
     chunks = []
     for number, part in enumerate(cut, first_number):
-        size, starts = part.at.stop - part.at.start, part.block_starts
-        kept = make_codec(kept_name, dtype, config.block_size).with_block_starts(starts)
+        size, block_size = part.numel, config.block_size
+        kept = make_codec(kept_name, dtype, block_size, segments=part.segments)
         received, difference = kept, None
         if received_name != kept_name:
-            received = make_codec(received_name, dtype, config.block_size).with_block_starts(starts)
+            received = make_codec(received_name, dtype, block_size, segments=part.segments)
         if takes_differences:
-            codec = BlockCodec(BlockFormat(4, config.block_size), starts)
+            codec = make_codec("int4", torch.float32, block_size, segments=part.segments)
             difference = on_hop(hops[0].name, "int4", codec, size)
         places = []
         for stretch in columns.stretches:
             first, last = max(stretch.at.start, part.at.start), min(stretch.at.stop, part.at.stop)
             if first < last:
-                alone, at = received.part(size, first - part.at.start, last - part.at.start)
+                alone, at = received.part(first - part.at.start, last - part.at.start)
                 place = on_hop(received_on, received_name, alone, last - first)
                 places.append(Place(at, stretch.columns_of(first, last), place))
         chunks.append(
@@ -243,17 +237,19 @@ def reduce_chunks(
     hops: tuple[Hop, ...],
     config: Config,
     names: Mapping[HopName, CodecName],
-    numel: int,
     dtype: torch.dtype,
-    parameters: tuple[int, ...],
+    pieces: tuple[Piece, ...],
     at_once: bool,
 ) -> tuple[ReduceChunk, ...]:
-    """The chunks of gradients [W, `numel`]. at_once: there are no sums in fp32 before the last hop."""
+    """The chunks of gradients [W, S] of these pieces. at_once: there are no sums in fp32 before the last
+    hop."""
     last = len(hops) - 1
-    cut = column_chunks(_cut_of(wire, hops, config), numel, config.block_size, parameters)
+    # Noise follows from an element's position in its parameter, so where there is noise each has a segment.
+    has_noise = config.rounding == "stochastic" or config.gradients_pending == "bf16"
+    segments = row_segments(pieces, config.block_size, merge=not has_noise)
     chunks = []
-    for number, columns in enumerate(cut):
-        size = columns.at.stop - columns.at.start
+    for number, columns in enumerate(column_chunks(_cut_of(wire, hops, config), segments)):
+        size = columns.numel
         codecs = [
             make_codec(
                 names[hop.name],
@@ -261,10 +257,11 @@ def reduce_chunks(
                 config.block_size,
                 config.rotates,
                 config.rounding == "stochastic",
-            ).with_block_starts(columns.block_starts)
+                columns.segments,
+            )
             for position, hop in enumerate(hops)
         ]
-        in_sums = codecs if last == 0 else in_one_space(codecs[0], codecs[1])
+        in_sums = codecs if last == 0 else in_one_space(*codecs)
         on_hop = partial(HopCodec, wire.ledger, wire.unit, "reduce_scatter")
         legs, rows = [], wire.topology.size
         for hop, codec, inside in zip(hops, codecs, in_sums, strict=True):
@@ -272,15 +269,13 @@ def reduce_chunks(
             legs.append(Leg(hop, on_wire, in_sum, (hop.size, rows // hop.size, on_wire.row_bytes)))
             rows //= hop.size
         errors = None
-        sent = in_sums[-1]
         if config.error_feedback and hops[-1].name == "across":
-            assert isinstance(sent, BlockCodec)  # Config allows feedback with integers only
-            eight_bits = BlockCodec(BlockFormat(8, sent.fmt.block_size), sent.block_starts)
+            eight_bits = make_codec("int8", torch.float32, config.block_size, segments=columns.segments)
             errors = ErrorCodecs(
                 kept=on_hop(KEPT_ERRORS, "int8", eight_bits, size),
-                sent=on_hop(KEPT_ERRORS, names[hops[-1].name], sent, size),
+                sent=on_hop(KEPT_ERRORS, names[hops[-1].name], in_sums[-1], size),
             )
-        chunks.append(ReduceChunk(number, columns.at, tuple(legs), errors))
+        chunks.append(ReduceChunk(number, columns, tuple(legs), errors))
     return tuple(chunks)
 
 
@@ -290,8 +285,6 @@ def _cut_of(wire: Wire, hops: tuple[Hop, ...], config: Config) -> Cut:
 
 def in_one_space(arrived: Codec, sent: Codec) -> list[Codec]:
     """The codecs of two hops for the sums between them; see [Note: Rotated space] in reduce_scatter.py."""
-    if not (isinstance(arrived, BlockCodec) and isinstance(sent, BlockCodec)):
-        return [arrived, sent]
-    if not (arrived.fmt.rotate and sent.fmt.rotate):
-        return [arrived, sent]
-    return [arrived.unrotated, sent.unrotated]
+    if isinstance(arrived, SegmentCodec) and isinstance(sent, SegmentCodec):  # both rotate, or none does
+        return [arrived.unrotated, sent.unrotated]
+    return [arrived, sent]

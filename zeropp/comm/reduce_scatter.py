@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 from zlib import crc32
 
 import torch
@@ -39,7 +39,7 @@ from ..quant import QUANTIZABLE_DTYPES
 from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
 from .capture import refuse_capture
-from .chunks import Cut
+from .chunks import Cut, Piece
 from .feedback import Feedback
 from .lanes import Job, lane
 from .layout import HopCodec, Leg, ReduceLayouts, reduce_chunks
@@ -61,13 +61,6 @@ FEEDBACK_FIELDS = (
 """Fields of Config that decide on the meaning of kept errors."""
 
 
-class NoiseArguments(TypedDict):
-    """What stochastic rounding needs, in every call of a codec."""
-
-    seed: int
-    offset: int
-
-
 class ReduceScatter:
     """Takes the place of FSDP2's reduce-scatter in one unit."""
 
@@ -77,15 +70,15 @@ class ReduceScatter:
         hops: tuple[Hop, ...],
         config: Config,
         gradients: Gradients | None = None,
-        parameters: Callable[[], tuple[int, ...]] = tuple,
+        pieces: Callable[[], tuple[Piece, ...]] = tuple,
         overlap: Overlapping | None = None,
     ) -> None:
         self.wire = wire
         self._overlap = overlap
         """None: a reduction is complete on return."""
-        self.parameters = parameters
-        """Elements of each in a shard, in its order. Asked in every reduction: the order is known only when
-        training has started, and what is trained may change."""
+        self.pieces = pieces
+        """The parameters of a shard, in its order; empty if they are not known. Called in every reduction:
+        the order is known only when training has started, and not all parameters have gradients."""
         self.hops = hops
         """(in-node, across), or the only one."""
         self.codec_names: dict[HopName, CodecName] = {
@@ -129,7 +122,7 @@ class ReduceScatter:
         """What kept errors take, after the first reduction of rows of `numel` elements."""
         if self.feedback is None:
             return 0
-        chunks = self._layouts.of(numel, torch.float32, self.parameters(), False)
+        chunks = self._layouts.of(torch.float32, self._pieces_of(numel), False)
         kept = [chunk.errors.kept.row_bytes for chunk in chunks if chunk.errors is not None]
         return self.hops[-1].size * sum(kept)
 
@@ -243,16 +236,28 @@ class ReduceScatter:
         return [
             Chunk(
                 layout,
-                rows[:, layout.at],
-                out[:, layout.at],
-                None if pending is None else pending[:, layout.at],
+                rows[:, layout.columns.at],
+                out[:, layout.columns.at],
+                None if pending is None else pending[:, layout.columns.at],
                 factor,
                 group,
                 sync_across,
                 slot,
             )
-            for layout in self._layouts.of(rows.shape[1], rows.dtype, self.parameters(), at_once)
+            for layout in self._layouts.of(rows.dtype, self._pieces_of(rows.shape[1]), at_once)
         ]
+
+    def _pieces_of(self, numel: int) -> tuple[Piece, ...]:
+        """The pieces of a row of `numel` elements."""
+        pieces = self.pieces() or (Piece(numel),)
+        known = sum(piece.numel for piece in pieces)
+        if known != numel:
+            raise RuntimeError(
+                f"FSDP2 reduces {numel} elements per rank of unit '{self.wire.unit}', and its parameters "
+                f"with gradients have {known}; zeropp does not know this layout, so it cannot encode it: use "
+                "Config(gradients_in_node='none', gradients_across='none', rotate=False) for the unit"
+            )
+        return pieces
 
     def _run(self, chunks: list[Chunk]) -> Generator[None]:
         yield from pipelined(self._reduce(chunk) for chunk in chunks)
@@ -299,8 +304,8 @@ class ReduceScatter:
         arrived = yield from self._send_rows(chunk, first)
 
         def recode(sent: Tensor) -> None:
-            noise = self._noise(chunk, last.hop.name)
-            first.in_sums.recode(arrived, last.in_sums, sent, chunk.factor, **noise)
+            seed = self._noise_seed(last.hop.name)
+            first.in_sums.recode(arrived, last.in_sums, sent, chunk.factor, seed)
 
         received = yield from self._exchange(chunk, last, recode, "recode")
         self._decode_sum(last.on_wire, received, chunk.out, 1.0)
@@ -325,23 +330,31 @@ class ReduceScatter:
             sums.add_(chunk.take_rows(), alpha=chunk.factor)
         if not chunk.goes_across:
             if pending is not None and pending is not sums:
-                round_at_random(sums, pending, **self._noise(chunk, "pending"))
+                self._round_at_random(chunk, sums, pending)
             return
 
         def encode(sent: Tensor) -> None:
             if feedback is not None and errors is not None:
                 feedback.add_to(number, sums, errors)
-            last.in_sums.encode(sums, sent, **self._noise(chunk, last.hop.name))
+            last.in_sums.encode(sums, sent, seed=self._noise_seed(last.hop.name))
             if feedback is not None and errors is not None:
                 feedback.keep(number, sums, sent, errors)
 
         received = yield from self._exchange(chunk, last, encode, "recode")
         self._decode_sum(last.on_wire, received, chunk.out, 1.0)
 
+    def _round_at_random(self, chunk: Chunk, sums: Tensor, pending: Tensor) -> None:
+        """pending = sums, in bf16, each parameter with the noise of its own positions."""
+        seed, start = self._noise_seed("pending"), 0
+        for segment in chunk.layout.columns.segments:
+            at = slice(start, start + segment.numel)
+            round_at_random(sums[:, at], pending[:, at], seed, segment.offset)
+            start = at.stop
+
     def _send_rows(self, chunk: Chunk, leg: Leg) -> Generator[None, None, Tensor]:
         """The first hop: what arrived, [n, N, E1] if it is the first of two."""
-        noise = self._noise(chunk, leg.hop.name)
-        encode = partial(leg.on_wire.encode, chunk.take_rows(), order=self._row_order, **noise)
+        seed = self._noise_seed(leg.hop.name)
+        encode = partial(leg.on_wire.encode, chunk.take_rows(), order=self._row_order, seed=seed)
         return self._exchange(chunk, leg, encode)
 
     def _exchange(
@@ -363,10 +376,14 @@ class ReduceScatter:
         with self.wire.label("reduce_scatter", "decode"):
             codec.decode_sum(received, out, factor, accumulate)
 
-    def _noise(self, chunk: Chunk, where: HopName | Literal["pending"]) -> NoiseArguments:
-        """Seed and offset of stochastic rounding: never the same twice, the same when a run is repeated."""
+    def _noise_seed(self, where: HopName | Literal["pending"]) -> int:
+        """Seed of rounding at random: another one in each reduction, the same when a run is repeated.
+
+        It depends on the rank's position in the shard group, and on nothing else that differs between groups:
+        equal gradients of a parameter are rounded alike in all of them. See [Note: Segments] in chunks.py.
+        """
         key = self._noise_keys.get(where)
         if key is None:
-            who = f"{self.config.seed}/{self.wire.unit}/{where}/{self.wire.topology.rank}"
+            who = f"{self.config.seed}/{where}/{self.wire.topology.rank}"
             key = self._noise_keys[where] = crc32(who.encode()) << 32
-        return {"seed": key | self.calls & 0xFFFFFFFF, "offset": chunk.layout.at.start}
+        return key | self.calls & 0xFFFFFFFF

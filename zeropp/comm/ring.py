@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from ..quant import Segment
 from ..topology import Hop
 from .chunks import Cut, column_chunks
 from .ledger import WorkKey
@@ -52,7 +53,7 @@ def reduce_scatter_bf16(
         scale = None if factor == 1.0 else torch.tensor(factor, dtype=WIRE_DTYPE)
         yield from pipelined(
             _pass_around(wire, hop, number, slot, rows[:, columns.at], out[:, columns.at], group, scale)
-            for number, columns in enumerate(column_chunks(cut, rows.shape[1], CHUNK_MULTIPLE))
+            for number, columns in enumerate(column_chunks(cut, [Segment(rows.shape[1], CHUNK_MULTIPLE)]))
         )
         return
     wire.count_flat_ring("reduce_scatter", out.numel() * WIRE_DTYPE.itemsize)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +27,18 @@ class Codec(ABC):
     def row_bytes(self, numel: int) -> int:
         """Wire bytes of a row of `numel` elements."""
 
-    def with_block_starts(self, starts: tuple[int, ...]) -> Codec:
-        """This codec for rows in which a new block starts at each of `starts`, in ascending order."""
-        return self  # no blocks
+    @property
+    @abstractmethod
+    def unrotated(self) -> Codec:
+        """The same bytes for what works in rotated space: decodes to, and encodes, rotated numbers.
+
+        For sums between two hops: hop1.unrotated.decode_sum(...), hop2.unrotated.encode(...).
+        """
 
     @abstractmethod
-    def part(self, numel: int, first: int, last: int) -> tuple[Codec, slice]:
-        """For columns `first` to `last` of rows of `numel` elements: the codec that decodes them alone, and
-        their bytes in an encoded row. If there are blocks, one must start at each of both."""
+    def part(self, first: int, last: int) -> tuple[Codec, slice]:
+        """For columns `first` to `last` of a row: the codec that decodes them alone, and their bytes in an
+        encoded row. A segment must start at `first`, and one must end at `last`."""
 
     @abstractmethod
     def encode(
@@ -47,8 +52,8 @@ class Codec(ABC):
         """out[k] = encoded source[order[k]].
 
         A codec that rounds at random needs a seed; all others round to nearest and look at neither seed nor
-        offset. Give every call another seed (derive it from step, rank, unit and hop), but all chunks of a
-        buffer the same, each with the column it starts at as its offset.
+        offset. Give every call another seed (derive it from step, rank and hop), but all pieces of a row the
+        same, each with the column it starts at as its offset.
         """
 
     @abstractmethod
@@ -58,6 +63,21 @@ class Codec(ABC):
     @abstractmethod
     def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
         """out (+)= factor * (encoded[0] + encoded[1] + ...), summed in fp32."""
+
+    def recode(
+        self,
+        encoded: Tensor,
+        into: Codec,
+        out: Tensor,
+        numel: int,
+        factor: float = 1.0,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), for rows of `numel` elements."""
+        total = torch.empty(encoded.shape[1], numel, device=encoded.device)
+        self.decode_sum(encoded, total, factor)
+        into.encode(total, out, None, seed, offset)
 
 
 class CastCodec(Codec):
@@ -69,7 +89,11 @@ class CastCodec(Codec):
     def row_bytes(self, numel: int) -> int:
         return align(numel * self.wire_dtype.itemsize)
 
-    def part(self, numel: int, first: int, last: int) -> tuple[CastCodec, slice]:
+    @property
+    def unrotated(self) -> CastCodec:
+        return self
+
+    def part(self, first: int, last: int) -> tuple[CastCodec, slice]:
         return self, slice(first * self.wire_dtype.itemsize, last * self.wire_dtype.itemsize)
 
     def encode(
@@ -109,38 +133,20 @@ class CastCodec(Codec):
 
 
 class BlockCodec(Codec):
-    """Sends block-quantized integers; see formats.py.
+    """Sends a row as block-quantized integers of one format; see formats.py."""
 
-    A row in which blocks must start at certain columns is sent as several, one after the other:
-
-        columns  [ 0 ... first start | ... second start | ... S ]
-        bytes    [ a row of formats.py | another one | a third ]
-    """
-
-    def __init__(self, fmt: BlockFormat, block_starts: tuple[int, ...] = ()) -> None:
+    def __init__(self, fmt: BlockFormat) -> None:
         self.fmt = fmt
-        self.block_starts = block_starts
-        self._known_parts: dict[int, tuple[tuple[slice, slice], ...]] = {}
 
     def row_bytes(self, numel: int) -> int:
-        end: int = self._parts(numel)[-1][1].stop
-        return end
-
-    def with_block_starts(self, starts: tuple[int, ...]) -> BlockCodec:
-        return BlockCodec(self.fmt, starts)
-
-    def part(self, numel: int, first: int, last: int) -> tuple[BlockCodec, slice]:
-        inside = [at for columns, at in self._parts(numel) if first <= columns.start and columns.stop <= last]
-        starts = tuple(start - first for start in self.block_starts if first < start < last)
-        return self.with_block_starts(starts), slice(inside[0].start, inside[-1].stop)
+        return self.fmt.row_bytes(numel)
 
     @property
     def unrotated(self) -> BlockCodec:
-        """The same bytes for what works in rotated space: decodes to, and encodes, rotated numbers.
+        return BlockCodec(self.fmt.unrotated)
 
-        For sums that are kept between two hops: hop1.unrotated.decode_sum(...), hop2.unrotated.encode(...).
-        """
-        return BlockCodec(self.fmt.unrotated, self.block_starts)
+    def part(self, first: int, last: int) -> tuple[Codec, slice]:
+        raise ValueError("a row of blocks has no parts; give it segments")
 
     def encode(
         self,
@@ -150,70 +156,135 @@ class BlockCodec(Codec):
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        implementation = implementation_for(source)
-        for columns, at in self._parts(source.shape[1]):
-            start = offset + columns.start
-            implementation.encode(self.fmt, source[:, columns], out[:, at], order, seed, start)
+        implementation_for(source).encode(self.fmt, source, out, order, seed, offset)
 
     def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        implementation = implementation_for(out)
-        for columns, at in self._parts(out.shape[1]):
-            implementation.decode(self.fmt, encoded[:, at], out[:, columns], order)
+        implementation_for(out).decode(self.fmt, encoded, out, order)
 
     def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
-        implementation = implementation_for(out)
-        for columns, at in self._parts(out.shape[1]):
-            implementation.decode_sum(self.fmt, encoded[..., at], out[:, columns], factor, accumulate)
+        implementation_for(out).decode_sum(self.fmt, encoded, out, factor, accumulate)
 
     def recode(
         self,
         encoded: Tensor,
-        into: BlockCodec,
+        into: Codec,
         out: Tensor,
         numel: int,
         factor: float = 1.0,
         seed: int | None = None,
         offset: int = 0,
     ) -> None:
-        """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass.
-
-        Between two codecs that rotate, it stays in rotated space. Both must have the same block starts.
-        """
-        if into.block_starts != self.block_starts:
-            raise ValueError(
-                f"block_starts is {into.block_starts} in the other codec; expected {self.block_starts}"
-            )
+        """In one pass between two formats of blocks; if both rotate, in rotated space."""
+        if not isinstance(into, BlockCodec):
+            super().recode(encoded, into, out, numel, factor, seed, offset)
+            return
         implementation = implementation_for(out)
-        for (columns, at), (_, into_at) in zip(self._parts(numel), into._parts(numel), strict=True):
-            size, start = columns.stop - columns.start, offset + columns.start
-            implementation.recode(
-                self.fmt, encoded[..., at], into.fmt, out[:, into_at], size, factor, seed, start
-            )
+        implementation.recode(self.fmt, encoded, into.fmt, out, numel, factor, seed, offset)
 
-    def _parts(self, numel: int) -> tuple[tuple[slice, slice], ...]:
-        """Columns from one block start to the next, and where in an encoded row they are."""
-        parts = self._known_parts.get(numel)
-        if parts is not None:
-            return parts
-        if self.block_starts and self.block_starts[-1] >= numel:
-            raise ValueError(
-                f"block_starts is {self.block_starts}; expected columns of a row of {numel} elements"
-            )
-        found, position = [], 0
-        for start, stop in pairwise((0, *self.block_starts, numel)):
-            end = position + self.fmt.row_bytes(stop - start)
-            found.append((slice(start, stop), slice(position, end)))
-            position = end
-        parts = self._known_parts[numel] = tuple(found)
-        return parts
+
+class Segment(NamedTuple):
+    """Neighbouring columns of a row that are sent in one way."""
+
+    numel: int
+    block_size: int | None
+    """Elements of a block; None: they are sent as they are."""
+    is_rotated: bool = False
+    """Whether a format that rotates does so here."""
+    offset: int = 0
+    """Position of the first element in its parameter, from which its noise follows."""
+
+
+class Part(NamedTuple):
+    """A segment's place in a row, and its codec."""
+
+    columns: slice
+    at: slice
+    """Its bytes in an encoded row."""
+    codec: CastCodec | BlockCodec
+    segment: Segment
+
+
+class SegmentCodec(Codec):
+    """Sends each segment of a row in its own way, one after the other:
+
+    columns  [ a matrix      | two norms | another matrix ... ]
+    bytes    [ int4 rotated  | as is     | int4 ...           ]     each starts at a multiple of 16 bytes
+    """
+
+    def __init__(self, parts: Sequence[tuple[Segment, CastCodec | BlockCodec]]) -> None:
+        self.parts: list[Part] = []
+        column, byte = 0, 0
+        for segment, codec in parts:
+            last, end = column + segment.numel, byte + codec.row_bytes(segment.numel)
+            self.parts.append(Part(slice(column, last), slice(byte, end), codec, segment))
+            column, byte = last, end
+        self._numel, self._row_bytes = column, byte
+
+    def row_bytes(self, numel: int) -> int:
+        if numel != self._numel:
+            raise ValueError(f"a row has {numel} elements; its segments have {self._numel}")
+        return self._row_bytes
+
+    @property
+    def unrotated(self) -> SegmentCodec:
+        return SegmentCodec([(part.segment, part.codec.unrotated) for part in self.parts])
+
+    def part(self, first: int, last: int) -> tuple[SegmentCodec, slice]:
+        inside = [p for p in self.parts if first <= p.columns.start and p.columns.stop <= last]
+        alone = SegmentCodec([(part.segment, part.codec) for part in inside])
+        return alone, slice(inside[0].at.start, inside[-1].at.stop)
+
+    def encode(
+        self,
+        source: Tensor,
+        out: Tensor,
+        order: RowOrder | None = None,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        for columns, at, codec, segment in self.parts:
+            codec.encode(source[:, columns], out[:, at], order, seed, offset + segment.offset)
+
+    def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+        for columns, at, codec, _ in self.parts:
+            codec.decode(encoded[:, at], out[:, columns], order)
+
+    def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
+        for columns, at, codec, _ in self.parts:
+            codec.decode_sum(encoded[..., at], out[:, columns], factor, accumulate)
+
+    def recode(
+        self,
+        encoded: Tensor,
+        into: Codec,
+        out: Tensor,
+        numel: int,
+        factor: float = 1.0,
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        """Segment by segment, if `into` has the same ones."""
+        if not isinstance(into, SegmentCodec):
+            super().recode(encoded, into, out, numel, factor, seed, offset)
+            return
+        for part, other in zip(self.parts, into.parts, strict=True):
+            start = offset + part.segment.offset
+            arrived, sent = encoded[..., part.at], out[:, other.at]
+            part.codec.recode(arrived, other.codec, sent, part.segment.numel, factor, seed, start)
 
 
 def make_codec(
-    name: CodecName, dtype: torch.dtype, block_size: int, rotate: bool = False, stochastic: bool = False
+    name: CodecName,
+    dtype: torch.dtype,
+    block_size: int,
+    rotate: bool = False,
+    stochastic: bool = False,
+    segments: Sequence[Segment] = (),
 ) -> Codec:
     """The codec for buffers of `dtype`. What is not a float of 32 or 16 bits is sent as it is.
 
-    rotate and stochastic are about integers: "none" and "bf16" are the same with and without them.
+    block_size, rotate, stochastic and segments are about integers, and have no effect on "none" and "bf16".
+    Without segments, rows of any length have blocks of `block_size`.
 
     FSDP2 passes uint8 when a unit mixes dtypes; quantizing those bytes would destroy them.
     """
@@ -221,5 +292,14 @@ def make_codec(
         return CastCodec(dtype)
     if name == "bf16":
         return CastCodec(torch.bfloat16)
-    bits = 8 if name == "int8" else 4
-    return BlockCodec(BlockFormat(bits, block_size, rotate, stochastic))
+    whole = BlockFormat(8 if name == "int8" else 4, block_size, rotate, stochastic)
+    if not segments:
+        return BlockCodec(whole)
+    return SegmentCodec([(segment, _codec_of(segment, whole, dtype)) for segment in segments])
+
+
+def _codec_of(segment: Segment, whole: BlockFormat, dtype: torch.dtype) -> CastCodec | BlockCodec:
+    if segment.block_size is None:
+        return CastCodec(dtype)
+    is_rotated = whole.rotate and segment.is_rotated
+    return BlockCodec(replace(whole, block_size=segment.block_size, rotate=is_rotated))
