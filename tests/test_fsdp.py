@@ -117,7 +117,7 @@ def test_a_group_of_one_is_left_alone_and_works(ranks: Ranks) -> None:
     assert value == value
 
 
-def _several_groups() -> tuple[dict[str, str | None], bool]:
+def _several_groups() -> tuple[dict[str, str | None], bool, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     whole = FSDPMeshInfo(init_device_mesh("cpu", (4,)), shard_mesh_dim=0)
     inner = FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
@@ -131,13 +131,15 @@ def _several_groups() -> tuple[dict[str, str | None], bool]:
     out = model(torch.ones(2, 8)).sum()
     out.backward()
     dist.barrier()
-    return {comms.unit.name: comms.left_alone for comms in zpp.unit_comms}, bool(out.isfinite())
+    reasons = {comms.unit.name: comms.left_alone for comms in zpp.unit_comms}
+    return reasons, bool(out.isfinite()), zpp.ledger.table()
 
 
 def test_several_parameter_groups_are_left_alone(ranks: Ranks) -> None:
-    reasons, finite = ranks.run(_several_groups)[0]
+    reasons, finite, table = ranks.run(_several_groups)[0]
     assert finite
     assert "several parameter groups" in str(reasons["(root)"])
+    assert "sent by this rank, without 1 unit of 144 parameters that FSDP2 sends itself" in table
 
 
 class _Peeking(DefaultReduceScatter):

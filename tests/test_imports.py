@@ -134,7 +134,7 @@ def test_rooms_around_the_core_take_public_names() -> None:
 def test_the_list_is_read_as_it_is_written() -> None:
     assert ("comm", "quant") in EDGES
     assert ("plan.step_recorder", "fsdp") in EDGES
-    assert ("models", "") in EDGES
+    assert ("config", "") in EDGES
     assert Import("fsdp", "comm", "AllGather") in IMPORTS
     assert Import("plan.timeline", "comm.pipeline", "pipelined") in IMPORTS
     assert Import("plan.trace", PUBLIC, "Ledger") in IMPORTS

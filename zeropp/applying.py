@@ -63,6 +63,11 @@ def apply(
     unit_comms = [decide_comms(unit, chosen[unit], shared, may_hold=search is None) for unit in units]
     if previous is not None:
         previous.remove()
+    shared.ledger.left_alone = {
+        comms.unit.name: sum(p.numel() for p in comms.unit.params)
+        for comms in unit_comms
+        if comms.left_alone and comms.unit.sends
+    }
     zpp = ZeroPP(model, config, overrides, unit_comms, shared, search)
     zpp.install()
     _log(zpp)

@@ -111,10 +111,8 @@ class Unit:
         return tuple(p.padded_sharded_param_size.numel() for p in self._fsdp_params)
 
     def reduce_pieces(self) -> tuple[Piece, ...]:
-        """The parameters of a rank's shard of gradients, in their order, with the elements of a row of each.
-
-        In a backward: those that FSDP2 reduces in it. Before: all that are trained, in the order of weights,
-        which need not be true from torch 2.15 on."""
+        """The parameters of a rank's shard of gradients, in their order: in a backward, those that FSDP2
+        reduces in it; before, all that are trained, in the order of weights (a guess from torch 2.15 on)."""
         order = [p for group in self._param_groups for p in READER.reduce_order(group)]
         reduced = self._with_gradients
         if reduced is None:
@@ -156,11 +154,16 @@ class Unit:
         shards = [p._sharded_local_tensor for p in self._fsdp_params]
         return {type(shard).__name__ for shard in shards if hasattr(shard, "fsdp_pre_all_gather")}
 
+    @property
+    def sends(self) -> bool:
+        """Whether it is sharded over more than one rank."""
+        return len(self._param_groups) > 1 or (self.group is not None and self.group.size() > 1)
+
     def why_left_alone(self) -> str | None:
         """Why FSDP2's own comms must stay, or None if they can be replaced."""
         if len(self._param_groups) > 1:
             return "several parameter groups, each on a mesh of its own: FSDP2 takes no custom comms"
-        if self.group is None or self.group.size() == 1:
+        if not self.sends:
             return "a shard group of one rank: nothing is sent"
         group = self._param_groups[0]
         defaults = (collectives.DefaultAllGather, collectives.DefaultReduceScatter)
@@ -185,12 +188,11 @@ class Unit:
     def _post_backward(self, group: Any, *unused: Any) -> None:
         """FSDP2's own, after a note of the parameters with a gradient: FSDP2 packs those and tells nobody."""
         params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        if READER.accumulates_apart and group.reduce_grads and group.reduce_scatter_unused_params:
-            _bring_to_one_dtype(params)
+        if group.reduce_grads and group.reduce_scatter_unused_params:
+            READER.bring_to_one_dtype(params)
         sends_unused = group.reduce_scatter_unused_params
-        self._with_gradients = {
-            id(p) for p in params if _held(p) or (sends_unused and p._unsharded_param.requires_grad)
-        }
+        sent = [p for p in params if _held(p) or (sends_unused and p._unsharded_param.requires_grad)]
+        self._with_gradients = {id(p) for p in sent}
         type(group).post_backward(group, *unused)
 
     def restore(self) -> None:
@@ -259,10 +261,6 @@ class Unit:
         """Where it computes, and communicates."""
         device: torch.device = self._param_groups[0].device
         return device
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return self.device.type == "cpu"
 
     @property
     def is_in_forward(self) -> bool:
@@ -369,21 +367,6 @@ class Unit:
     def shares_parameters_with(self, others: Iterable[Unit]) -> bool:
         theirs = {id(group) for other in others for group in other._param_groups}
         return any(id(group) in theirs for group in self._param_groups)
-
-
-def _bring_to_one_dtype(params: list[Any]) -> None:
-    """Gradients of these parameters that FSDP2 holds to the reduce dtype, on torch 2.13 and 2.14.
-
-    There, gradients that FSDP2 has held are in the reduce dtype, and fresh ones and zeros of unused
-    parameters are not. FSDP2 refuses to reduce them together (PyTorch issue 196996)."""
-    if all(p.unsharded_accumulated_grad is None for p in params):
-        return
-    for param in params:
-        param.accumulate_unsharded_grad_if_needed()
-        param.to_accumulated_grad_if_needed()
-        full = param._unsharded_param
-        if full.requires_grad and param.unsharded_accumulated_grad is None and full.grad is None:
-            param.unsharded_accumulated_grad = torch.zeros_like(full, dtype=param.reduce_dtype)
 
 
 def find_units(model: nn.Module) -> list[Unit]:

@@ -105,6 +105,21 @@ class ReaderOf213:
     def gradient_dtype(param: Any) -> torch.dtype:
         return compute_dtype(param)
 
+    @staticmethod
+    def bring_to_one_dtype(params: list[Any]) -> None:
+        """Bring gradients that FSDP2 holds to the reduce dtype, before it reduces unused parameters as zeros.
+
+        Gradients that FSDP2 has held are in the reduce dtype; fresh ones and zeros of unused parameters are
+        not. FSDP2 refuses to reduce them together (PyTorch issue 196996)."""
+        if all(p.unsharded_accumulated_grad is None for p in params):
+            return
+        for param in params:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+            full = param._unsharded_param
+            if full.requires_grad and param.unsharded_accumulated_grad is None and full.grad is None:
+                param.unsharded_accumulated_grad = torch.zeros_like(full, dtype=param.reduce_dtype)
+
 
 class ReaderOf215:
     """torch 2.15: gradients follow each parameter's `grad_dtype`, and those of one dtype are packed together;
@@ -118,6 +133,10 @@ class ReaderOf215:
     def reduce_order(group: Any) -> list[Any]:
         known = group._reduce_scatter_param_indices or range(len(group.fsdp_params))  # a guess, if unknown
         return [group.fsdp_params[index] for index in known]
+
+    @staticmethod
+    def bring_to_one_dtype(params: list[Any]) -> None:
+        """Nothing to do: FSDP2 does it."""
 
     @staticmethod
     def gradient_dtype(param: Any) -> torch.dtype:

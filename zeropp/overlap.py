@@ -191,7 +191,7 @@ def is_in_backward() -> bool:
 
 def can_overlap(unit: Unit) -> bool:
     """Whether the unit is on a CPU, with a backend that sends while others compute."""
-    return unit.is_on_cpu and unit.group is not None and "gloo" in dist.get_backend(unit.group)
+    return unit.device.type == "cpu" and unit.group is not None and "gloo" in dist.get_backend(unit.group)
 
 
 class Overlap:

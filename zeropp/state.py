@@ -63,16 +63,20 @@ def is_usable(
 
 def _why_not(installed: Sequence[Installed], state: Mapping[str, Any] | None) -> str | None:
     """Why this rank cannot go on from `state`, or None."""
-    gathers = {comms.unit.name: gather for comms, gather, _ in installed}
+    pairs = {comms.unit.name: (gather, reduce) for comms, gather, reduce in installed}
     if state is None:
         return "there is none"
     mine = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     theirs = {name: state.get(name) for name in mine}
     units = set(state.get("units", ()))
-    if theirs != mine or units != set(gathers):
-        return f"it is of {theirs} and units {sorted(units)}; expected {mine} and {sorted(gathers)}"
-    reasons = (gather.why_not_load(state["units"][name]["weights"]) for name, gather in gathers.items())
-    return next((reason for reason in reasons if reason is not None), None)
+    if theirs != mine or units != set(pairs):
+        return f"it is of {theirs} and units {sorted(units)}; expected {mine} and {sorted(pairs)}"
+    for name, (gather, reduce) in pairs.items():
+        saved = state["units"][name]
+        reason = gather.why_not_load(saved["weights"]) or reduce.why_not_load(saved["gradients"])
+        if reason is not None:
+            return reason
+    return None
 
 
 def _everywhere(unit_comms: Sequence[UnitComms], mine: str | None) -> dict[int, str | None]:

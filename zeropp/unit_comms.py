@@ -302,7 +302,7 @@ def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool =
         comms.notes.append("int4 weights are known to ruin training")
     if unit.is_hsdp:
         comms.notes.append("HSDP's all-reduce stays FSDP2's; on a 1-D mesh zeropp compresses all of it")
-    if not config.overlap and not unit.is_on_cpu:
+    if not config.overlap and unit.device.type != "cpu":
         comms.notes.append("overlap=False has no effect: on this device FSDP2 overlaps by itself")
     if config.secondary and topology.is_one_node:
         comms.notes.append("one node: no node shard to keep")

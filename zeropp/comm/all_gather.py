@@ -23,7 +23,7 @@ from .capture import refuse_capture
 from .column_groups import Split, Weight, buffer_of, column_groups, split_of
 from .group_gather import GroupGather
 from .lanes import lane
-from .layout import kept_codec_name
+from .layout import kept_codec_name, meaning_of, why_not_the_same
 from .node_shard import NodeShard
 from .pipeline import finish, pipelined
 from .wire import Wire
@@ -129,7 +129,7 @@ class AllGather:
 
     def take_over(self, other: AllGather) -> None:
         """Go on with what `other` has kept, if it means the same under this Config."""
-        if any(getattr(self.config, name) != getattr(other.config, name) for name in WEIGHTS_FIELDS):
+        if meaning_of(self.config, WEIGHTS_FIELDS) != meaning_of(other.config, WEIGHTS_FIELDS):
             return
         other._settle()
         self._weights, self._splits, self._buffer = other._weights, other._splits, other._buffer
@@ -141,14 +141,18 @@ class AllGather:
         """What a run needs to go on as if it had not stopped."""
         me = self.wire.member(self.hops[0])
         groups = [node_shard.state_dict(me) for node_shard in self.node_shards]
-        return {"groups": groups} if any(groups) else {}
+        return {"groups": groups, "meaning": meaning_of(self.config, WEIGHTS_FIELDS)} if any(groups) else {}
 
     def why_not_load(self, state: Mapping[str, Any]) -> str | None:
         """Why `state` cannot be loaded, or None."""
         saved, mine = len(state.get("groups", [])), len(self.node_shards)
-        if not saved or not self._takes_differences or saved == mine:
+        if not saved or not self._takes_differences:
             return None
-        return f"unit '{self.wire.unit}' has {saved} groups of weights; expected {mine}, by what is trained"
+        if saved != mine:
+            return (
+                f"unit '{self.wire.unit}' has {saved} groups of weights; expected {mine}, by what is trained"
+            )
+        return why_not_the_same(self.wire.unit, "weights", state, meaning_of(self.config, WEIGHTS_FIELDS))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Returns whether all of it is used; a Config without differences has no use for a reference."""

@@ -6,10 +6,10 @@ every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from .column_groups import ColumnGroup
 from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
 from .wire import Wire
 
+LAYOUT_VERSION = 2
+"""Of rows, blocks and segments. Bytes that another version has saved mean something else."""
 MAX_LAYOUTS = 32
 """Kept by each comm: one for each set of parameters with gradients."""
 
@@ -214,6 +216,23 @@ def gather_chunks(
             )
         )
     return tuple(chunks)
+
+
+def meaning_of(config: Config, fields: Sequence[str]) -> dict[str, Any]:
+    """What the bytes that a checkpoint holds mean: these fields of Config, and the version of the layout."""
+    return {"layout": LAYOUT_VERSION, **{name: getattr(config, name) for name in fields}}
+
+
+def why_not_the_same(
+    unit: str, what: str, state: Mapping[str, Any], expected: Mapping[str, Any]
+) -> str | None:
+    """How the meaning of saved bytes differs from the expected one, or None if it does not."""
+    saved = state.get("meaning", {})
+    different = [name for name, value in expected.items() if saved.get(name) != value]
+    if not different:
+        return None
+    texts = [f"{name} {saved.get(name)!r}, expected {expected[name]!r}" for name in different]
+    return f"unit '{unit}' has {what} of another Config: {'; '.join(texts)}"
 
 
 def is_float(dtype: torch.dtype) -> bool:

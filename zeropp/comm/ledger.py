@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..labels import Collective
+from ..wording import count
 
 
 @dataclass
@@ -91,6 +92,8 @@ class Ledger:
         self._sent: dict[Key, Traffic] = {}
         self._baseline: dict[Key, Traffic] = {}
         self._work: dict[WorkKey, CodecWork] = {}
+        self.left_alone: dict[str, int] = {}
+        """Units that FSDP2 sends itself, and that are not counted: their parameters."""
         self._lock = Lock()  # on a CPU, gathers and reductions count in threads of their own
 
     def record(
@@ -173,9 +176,25 @@ class Ledger:
         self._baseline.clear()
         self._work.clear()
 
+    @property
+    def title(self) -> str:
+        """What the counters are of, and what they leave out.
+
+        Examples:
+            >>> ledger = Ledger()
+            >>> ledger.left_alone = {"layers.0.experts": 1_000_000}
+            >>> ledger.title
+            'sent by this rank, without 1 unit of 1,000,000 parameters that FSDP2 sends itself'
+        """
+        if not self.left_alone:
+            return "sent by this rank"
+        units = count(len(self.left_alone), "unit")
+        parameters = sum(self.left_alone.values())
+        return f"sent by this rank, without {units} of {parameters:,} parameters that FSDP2 sends itself"
+
     def table(self) -> str:
         """Calls and bytes per collective and hop, and the same for 16-bit FSDP2, as text."""
-        table = Table(title="sent by this rank")
+        table = Table(title=self.title)
         for column in ("collective", "hop"):
             table.add_column(column)
         for column in ("calls", "wire bytes", "across nodes", "16-bit FSDP2, across", "less by"):

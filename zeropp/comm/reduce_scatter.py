@@ -27,7 +27,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -42,9 +41,9 @@ from .capture import refuse_capture
 from .chunks import Cut, Piece
 from .feedback import Feedback
 from .lanes import Job, lane
-from .layout import HopCodec, Leg, ReduceLayouts, reduce_chunks
+from .layout import HopCodec, Leg, ReduceLayouts, meaning_of, reduce_chunks, why_not_the_same
 from .pipeline import finish, pipelined
-from .reduction import Chunk, Gradients, Overlapping, is_last_operation, scale_of
+from .reduction import Chunk, Gradients, Overlapping, is_last_operation, noise_key, scale_of
 from .ring import reduce_scatter_bf16
 from .wire import Wire
 
@@ -97,7 +96,6 @@ class ReduceScatter:
         self._gradients = gradients
         self._row_order = wire.topology.row_order if len(hops) == 2 else None
         self._recodes = len(hops) == 2 and all(self.codec_names[hop.name] in INTEGERS for hop in hops)
-        self._noise_keys: dict[str, int] = {}
         self._layouts = ReduceLayouts(partial(reduce_chunks, wire, hops, config, self.codec_names))
 
     @property
@@ -129,13 +127,24 @@ class ReduceScatter:
     def take_over(self, other: ReduceScatter) -> None:
         """Go on counting where `other` is, and with the errors it keeps, if they mean the same here."""
         self.calls = other.calls
-        same = all(getattr(self.config, name) == getattr(other.config, name) for name in FEEDBACK_FIELDS)
+        same = meaning_of(self.config, FEEDBACK_FIELDS) == meaning_of(other.config, FEEDBACK_FIELDS)
         if same and self.feedback is not None:
             self.feedback = other.feedback
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on as if it had not stopped."""
-        return {"calls": self.calls, "feedback": {} if self.feedback is None else self.feedback.copies()}
+        state: dict[str, Any] = {"calls": self.calls, "feedback": {}}
+        if self.feedback is not None:
+            meaning = meaning_of(self.config, FEEDBACK_FIELDS)
+            state |= {"feedback": self.feedback.copies(), "meaning": meaning}
+        return state
+
+    def why_not_load(self, state: Mapping[str, Any]) -> str | None:
+        """Why `state` cannot be loaded, or None."""
+        if self.feedback is None or not state["feedback"]:
+            return None
+        meaning = meaning_of(self.config, FEEDBACK_FIELDS)
+        return why_not_the_same(self.wire.unit, "kept errors", state, meaning)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Returns whether all of it is used."""
@@ -377,13 +386,5 @@ class ReduceScatter:
             codec.decode_sum(received, out, factor, accumulate)
 
     def _noise_seed(self, where: HopName | Literal["pending"]) -> int:
-        """Seed of rounding at random: another one in each reduction, the same when a run is repeated.
-
-        It depends on the rank's position in the shard group, and on nothing else that differs between groups:
-        equal gradients of a parameter are rounded alike in all of them. See [Note: Segments] in chunks.py.
-        """
-        key = self._noise_keys.get(where)
-        if key is None:
-            who = f"{self.config.seed}/{where}/{self.wire.topology.rank}"
-            key = self._noise_keys[where] = crc32(who.encode()) << 32
-        return key | self.calls & 0xFFFFFFFF
+        """Seed of rounding at random: another one in each reduction."""
+        return noise_key(self.config.seed, where, self.wire.topology.rank) | self.calls & 0xFFFFFFFF

@@ -4,7 +4,9 @@ whether it may be late."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
+from zlib import crc32
 
 import torch.distributed as dist
 from torch import Tensor
@@ -73,6 +75,16 @@ def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
     if isinstance(op, ReduceOp) and kind == ReduceOp.PREMUL_SUM:
         return float(op.factor)
     raise ValueError(f"cannot reduce gradients with {op}; FSDP2 uses AVG, SUM or PREMUL_SUM")
+
+
+@cache
+def noise_key(seed: int, where: str, position: int) -> int:
+    """Upper half of the seeds of rounding at random on a hop, for the rank at `position` of the shard group.
+
+    Nothing else that differs between shard groups is in it: equal gradients of a parameter are rounded alike
+    in all of them. See [Note: Segments] in chunks.py.
+    """
+    return crc32(f"{seed}/{where}/{position}".encode()) << 32
 
 
 def is_last_operation(op: ReduceOp | ReduceOp.RedOpType) -> bool:

@@ -41,7 +41,7 @@ def render_traffic(
         sections.append(figure(units_chart(ledger)))
     sections += [
         table(total_lines(ledger)),
-        paragraph(EXPLANATION, "note"),
+        paragraph(f"Counted: {ledger.title}. {EXPLANATION}", "note"),
         "<h2>Every collective and hop</h2>",
         table(sent_lines(ledger)),
         "<h2>What every unit sends, and how</h2>",
