@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import zeropp
@@ -23,13 +22,3 @@ CONFIGS: dict[str, zeropp.Config] = {
 PARAMETERS = st.lists(
     st.sampled_from([1, 2, 31, 127, 128, 129, 1009, 2049]) | st.integers(1, 600), min_size=1, max_size=3
 ).map(tuple)
-
-
-def examples_on_ranks(count: int) -> settings:
-    """For a property that costs a collective in each example: the same examples in every run."""
-    return settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )

@@ -2,13 +2,16 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
+from tests.examples import SUITE
 from tests.ranks import Ranks
 from zeropp.amx import cap_onednn
 from zeropp.lab.enter_node import interrupt_nobody
 
 cap_onednn()  # in every process that tests start: the same bits with and without AMX, and no SIGILL
 interrupt_nobody()  # tests start ranks as a lab does: more than there are cores
+settings.load_profile(SUITE)  # before --hypothesis-profile, which loads another one
 
 LONG = (
     "test_device",  # builds the device of tests/streamed, for which the other worker would have to wait

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import zeropp
-from tests.configs import PARAMETERS, examples_on_ranks
+from tests.configs import PARAMETERS
+from tests.examples import examples
 from tests.ranks import Ranks
 from zeropp.comm import AllGather, Ledger, Scratch, StaleWeightsError, Weight, Wire
 from zeropp.topology import Topology
@@ -51,7 +52,7 @@ def _gather_twice(
     return first, second, (calls, sum(node_shard.nbytes for node_shard in comm.node_shards))
 
 
-@examples_on_ranks(25)
+@examples(25)
 @given(
     layout=st.sampled_from([(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]),
     parameters=PARAMETERS,

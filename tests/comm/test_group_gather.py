@@ -15,7 +15,7 @@ from torch import Tensor
 import zeropp
 from tests.comm.test_all_gather import gather, make_all_gather
 from tests.comm.test_column_groups import as_fsdp2_packs
-from tests.configs import examples_on_ranks
+from tests.examples import examples
 from tests.ranks import Ranks
 from zeropp.comm import StaleWeightsError, Weight
 
@@ -78,7 +78,7 @@ def _three_steps(
     return wholes, expected, sent
 
 
-@examples_on_ranks(25)
+@examples(25)
 @given(
     weights=WEIGHTS,
     layout=st.sampled_from([(2, 2), (3, 2), (2, 1), (1, 2)]),

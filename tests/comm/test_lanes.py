@@ -21,8 +21,8 @@ from torch import Tensor
 
 import zeropp
 from tests.comm.test_all_gather import make_all_gather, shard_of
-from tests.configs import examples_on_ranks
-from tests.ranks import Ranks
+from tests.examples import examples
+from tests.ranks import HANG_SECONDS, Ranks
 from zeropp.comm import Scratch, Weight
 from zeropp.comm.lanes import Job, Lane, tag_of
 
@@ -167,7 +167,7 @@ def test_a_thread_lives_as_long_as_there_is_work() -> None:
     lane = Lane("gather")
     for _ in range(3):
         lane.run("a", at_once(lambda: None)).wait()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while threads():
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -247,7 +247,7 @@ def _start_gather(comm: Any, shard: Tensor) -> tuple[Tensor, Any]:
     return out, comm(output_tensor=out, input_tensor=mine, group=dist.group.WORLD)
 
 
-@examples_on_ranks(8)
+@examples(8)
 @given(
     seed=st.integers(0, 1000),
     fresh=st.lists(st.booleans(), min_size=3, max_size=12),

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import zeropp
-from tests.configs import CONFIGS, PARAMETERS, examples_on_ranks
+from tests.configs import CONFIGS, PARAMETERS
+from tests.examples import examples
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, Piece, ReduceScatter, Scratch, Wire
 from zeropp.comm.lanes import LaneWork
@@ -62,7 +63,7 @@ def _reduce(
     return out
 
 
-@examples_on_ranks(25)
+@examples(25)
 @given(
     layout=st.sampled_from(LAYOUTS),
     parameters=PARAMETERS,
@@ -160,7 +161,7 @@ def test_what_is_not_finite_arrives_where_it_belongs(ranks: Ranks, bad: float, n
     assert results[owner][:128].isfinite().all()  # other blocks are not touched
 
 
-@examples_on_ranks(20)
+@examples(20)
 @given(
     layout=st.sampled_from(LAYOUTS),
     parameters=st.sampled_from([(63,), (64,), (65,), (129,), (1009,), (50, 4097, 33)])

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 
 import zeropp
 from tests.comm.test_reduce_scatter import gradients_of, make_reduce_scatter, reduce_once
-from tests.configs import examples_on_ranks
+from tests.examples import examples
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, ReduceScatter, Scratch, Wire
 from zeropp.comm.chunks import MIN_CHUNK_ELEMENTS
@@ -54,7 +54,7 @@ def equal_bits(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
-@examples_on_ranks(30)
+@examples(30)
 @given(
     layout=st.sampled_from([(1, 2), (2, 1), (3, 1), (2, 2), (1, 3), (5, 1), (3, 2), (2, 3)]),
     numel=st.sampled_from([1, 2, 7, 128, 1009, MIN_CHUNK_ELEMENTS, 2 * MIN_CHUNK_ELEMENTS + 3])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zeropp.plan.catalog import CATALOG, find_hardware
@@ -45,7 +45,6 @@ def seconds(trace: Trace, machine: Hardware) -> float:
     return simulate(trace, machine).step_seconds
 
 
-@settings(deadline=None, max_examples=40)
 @given(traces, hardware, st.floats(1.0, 10.0))
 def test_nothing_faster_makes_a_step_slower(trace: Trace, machine: Hardware, factor: float) -> None:
     before = seconds(trace, machine)
@@ -56,7 +55,6 @@ def test_nothing_faster_makes_a_step_slower(trace: Trace, machine: Hardware, fac
     assert seconds(trace, sooner) <= before
 
 
-@settings(deadline=None, max_examples=40)
 @given(traces, hardware)
 def test_a_step_lies_between_its_busiest_resource_and_the_sum(trace: Trace, machine: Hardware) -> None:
     timeline = simulate(trace, machine)
@@ -71,7 +69,6 @@ def test_a_step_lies_between_its_busiest_resource_and_the_sum(trace: Trace, mach
     assert in_order.busy_seconds == pytest.approx(busy)
 
 
-@settings(deadline=None, max_examples=40)
 @given(traces, hardware)
 def test_resources_do_one_thing_at_a_time_and_in_order(trace: Trace, machine: Hardware) -> None:
     reached: dict[str, float] = {}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,7 +37,6 @@ def test_what_cannot_be_quantized_is_sent_as_it_is(name: Any, dtype: torch.dtype
     assert torch.equal(out, x)
 
 
-@settings(deadline=None)  # the first call may compile
 @given(
     st.sampled_from(NAMES),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -67,7 +66,6 @@ SEGMENT = st.builds(Segment, st.integers(1, 200), BLOCK_SIZES, st.booleans(), st
 SEGMENTS = st.lists(SEGMENT, min_size=1, max_size=4)
 
 
-@settings(deadline=None)  # the first call may compile
 @given(INTEGERS, INTEGERS, st.booleans(), st.booleans(), SEGMENTS, st.permutations(range(3)))
 def test_each_segment_of_a_row_is_what_it_would_be_alone(
     name: Any, into_name: Any, rotate: bool, stochastic: bool, segments: list[Segment], order: list[int]
@@ -122,7 +120,6 @@ def test_rows_that_segments_do_not_fill_are_refused() -> None:
         codec.row_bytes(41)
 
 
-@settings(deadline=None)  # the first call may compile
 @given(st.sampled_from(NAMES), st.integers(1, 300), st.integers(1, 4))
 def test_decode_sum_in_fp32(name: Any, numel: int, senders: int) -> None:
     codec = make_codec(name, torch.bfloat16, 32)

@@ -12,10 +12,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from zeropp.quant import cpu, reference
 from zeropp.quant.formats import BlockFormat
 
@@ -104,7 +105,7 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_encode(implementation: Implementation, bits: int, dtype: torch.dtype, option: str) -> None:
-    @settings(max_examples=implementation.examples(option), deadline=None, derandomize=True)
+    @examples(implementation.examples(option))
     @given(cases(implementation, bits, option))
     def check(case: Case) -> None:
         source = make_source(case, dtype)
@@ -122,7 +123,7 @@ def test_encode(implementation: Implementation, bits: int, dtype: torch.dtype, o
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_decode(implementation: Implementation, bits: int, dtype: torch.dtype, option: str) -> None:
-    @settings(max_examples=implementation.examples(option), deadline=None, derandomize=True)
+    @examples(implementation.examples(option))
     @given(cases(implementation, bits, option), st.sampled_from(FLOAT_DTYPES))
     def check(case: Case, source_dtype: torch.dtype) -> None:
         encoded = make_encoded(case, source_dtype, senders=1)[0]
@@ -143,7 +144,7 @@ def test_decode(implementation: Implementation, bits: int, dtype: torch.dtype, o
 def test_decode_sum(
     implementation: Implementation, bits: int, dtype: torch.dtype, accumulate: bool, option: str
 ) -> None:
-    @settings(max_examples=implementation.examples(option), deadline=None, derandomize=True)
+    @examples(implementation.examples(option))
     @given(cases(implementation, bits, option), st.integers(1, 17), factors())
     def check(case: Case, senders: int, factor: float) -> None:
         encoded = make_encoded(case, torch.float32, senders)
@@ -171,7 +172,7 @@ def test_decode_sum(
 def test_recode(
     implementation: Implementation, bits: int, into_bits: int, option: str, into_option: str
 ) -> None:
-    @settings(max_examples=implementation.examples(into_option), deadline=None, derandomize=True)
+    @examples(implementation.examples(into_option))
     @given(
         cases(implementation, bits, option), formats(into_bits, into_option), st.integers(1, 17), factors()
     )
