@@ -91,7 +91,7 @@ def open_pages(
         ],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=True,
     )
     match = re.search(r'<pre id="found">(.+?)</pre>', ran.stdout, re.DOTALL)

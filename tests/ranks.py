@@ -36,7 +36,9 @@ from typing import Any, NamedTuple
 from zeropp.process_exit import advise_on_exit, describe_exit
 from zeropp.quick_import import import_quickly
 
-GRACE_SECONDS = 5.0
+HANG_SECONDS = 900.0
+"""Limit for anything that takes seconds on a quiet machine: it ends a hang, and nothing that is only slow."""
+GRACE_SECONDS = 60.0
 LONGEST_BIRTH = 1 << 16
 FAULT_LINES = 30
 IMPORTED = (
@@ -86,7 +88,7 @@ class Ranks:
         function: Callable[..., Any],
         *args: Any,
         world: int = 4,
-        timeout: float = 300.0,
+        timeout: float = HANG_SECONDS,
         env: dict[str, str] | None = None,
         grace: float = GRACE_SECONDS,
     ) -> list[Any]:

@@ -1,12 +1,13 @@
-"""Searches of `apply(model, "auto")` for tests: how long they take, and ways that are slow for real."""
+"""Searches of `apply(model, "auto")` for tests: how long they take, and ways that are slow."""
 
 from __future__ import annotations
 
 import logging
 import logging.handlers
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -29,29 +30,44 @@ STARTS = {PLAIN: 0, OVERLAPPED: VISIT + 1, NODE_SHARD: 2 * VISIT + 1, DEFAULT: 3
 """After how many steps each is tried first, in short visits: the clock starts with the first one."""
 TO_THE_LAST = STARTS[DEFAULT] + 2
 """Steps until all were tried."""
-Slow = Literal["large messages", "messages", "nothing"]
+Slow = Literal["large messages", "messages"]
+
+
+class Clock:
+    """The clock of a search. It moves when it is read and in slow messages. The load of the machine does not
+    move it."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._lock = threading.Lock()  # lanes send, too
+
+    def move(self, seconds: float) -> float:
+        with self._lock:
+            self._now += seconds
+            return self._now
 
 
 @contextmanager
 def slow(what: Slow) -> Iterator[None]:
-    """On rank 1: FSDP2's own collectives and messages of fp32 take long, or all messages between ranks."""
+    """By the clock of rank 1: FSDP2's own collectives and messages of fp32 take long, or all messages between
+    ranks."""
+    clock = Clock()
 
-    def sleeping(original: Callable[..., Any], is_slow: Callable[[torch.Tensor], bool]) -> Any:
+    def taking_long(original: Callable[..., Any], is_slow: Callable[[torch.Tensor], bool]) -> Any:
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if is_slow(tensor):
-                time.sleep(seconds)
+            if dist.get_rank() == 1 and is_slow(tensor):
+                clock.move(0.05)
             return original(tensor, *args, **kwargs)
 
         return call
 
-    if what == "nothing" or dist.get_rank() != 1:
-        yield
-        return
-    # There are few that are large; more than a busy machine takes.
-    seconds = 0.02 if what == "messages" else 0.05
     names = ["isend"] if what == "messages" else ["isend", "all_gather_single", "reduce_scatter_single"]
     least = 0 if what == "messages" else 1000
-    with patch.multiple(dist, **{n: sleeping(getattr(dist, n), lambda t: t.nbytes > least) for n in names}):
+    calls = {name: taking_long(getattr(dist, name), lambda t: t.nbytes > least) for name in names}
+    with (
+        patch.multiple(dist, **calls),
+        patch.object(auto, "time", SimpleNamespace(perf_counter=lambda: clock.move(0.01))),
+    ):
         yield
 
 

@@ -1,7 +1,7 @@
 """A Config that chooses itself, on real ranks: what it may choose, that all ranks choose the same, and that
 training is right all the while.
 
-To know what must be chosen, some of the ways are slow for real: one rank sleeps in certain messages.
+To know what must be chosen, certain messages take long, by the clock that the search reads on one rank.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import zeropp
 from tests.configs import CONFIGS
-from tests.ranks import Ranks
+from tests.ranks import HANG_SECONDS, Ranks
 from tests.training import Trainer, make_net
 from zeropp import groups
 from zeropp.topology import Topology
@@ -116,7 +116,7 @@ def _again(folder: str, device_id: torch.device | None) -> list[list[int]]:
             init_method=f"file://{folder}/{number}",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=HANG_SECONDS),
             device_id=device_id,
         )
         dist.barrier()  # else the first to leave closes connections that others still wait for

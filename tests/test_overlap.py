@@ -274,7 +274,7 @@ def _peer_dies() -> None:
     trainer = Trainer(zeropp.Config(node_size=2))
     trainer.step()
     assert trainer.zpp is not None
-    trainer.zpp.set_timeout(timedelta(seconds=5))
+    trainer.zpp.set_timeout(timedelta(seconds=10))
     if dist.get_rank() == 3:
         trainer.net.blocks[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     for _ in range(100):
@@ -283,9 +283,9 @@ def _peer_dies() -> None:
 
 def test_a_killed_peer_is_an_error_on_the_others_that_names_the_unit(ranks: Ranks) -> None:
     with pytest.raises(RankError) as caught:
-        ranks.run(_peer_dies, grace=90)
+        ranks.run(_peer_dies)
     said = str(caught.value)
-    assert "rank 3:\nthe process died" in said
+    assert "rank 3 was ended by SIGKILL" in said
     assert "no answer" not in said
     assert "of unit 'blocks." in said
     assert "beside the training thread" in said

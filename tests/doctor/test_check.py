@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
+from tests.ranks import HANG_SECONDS, Ranks
 from zeropp.doctor.check import Check, Finding, Result, Settings, Visit, examine, merge
 
 from .visits import run
@@ -21,7 +21,8 @@ def stumbling(settings: Settings) -> Iterator[Check]:
 
     def stumble(visit: Visit) -> Finding:
         (across, _) = visit.topology.hops()
-        across.set_timeout(visit.timeout)
+        if visit.world.rank == 0:  # the peer of rank 2; ranks 1 and 3 meet, however long that takes
+            across.set_timeout(timedelta(seconds=3))
         if visit.world.rank == 2:
             raise OSError("the cable is not plugged in")
         dist.all_reduce(torch.zeros(1), group=across.group)
@@ -33,9 +34,7 @@ def stumbling(settings: Settings) -> Iterator[Check]:
 
 
 def test_a_check_that_raises_on_one_rank_holds_nobody_up(ranks: Ranks) -> None:
-    started = time.monotonic()
-    first, *others = run(ranks, stumbling, timeout_seconds=1.0)
-    assert time.monotonic() - started < 50
+    first, *others = run(ranks, stumbling)
     assert [_states(other) for other in others] == [_states(first)] * 3
     assert _states(first) == {"stumble": "fault", "after it": "not run", "alone": "ok"}
     assert first["stumble"].saw.startswith(
@@ -50,7 +49,8 @@ def _states(results: dict[str, Any]) -> dict[str, str]:
 
 def deserted() -> list[Result]:
     """What rank 0 sees when rank 1 does not come."""
-    here = Visit.begin(Settings(), 0.3)
+    here = Visit.begin(Settings(), HANG_SECONDS)
+    here.timeout = timedelta(seconds=0.3)
     dist.barrier()  # or rank 1 may be gone while rank 0 still connects
     if dist.get_rank() == 1:
         return []
@@ -74,7 +74,7 @@ def alone() -> list[tuple[str, str]]:
         Check("training", "needs others", "", lambda _: GOOD),
         Check("kernels", "needs nobody", "", lambda _: GOOD, needs_ranks=False),
     ]
-    results = examine(checks, Visit.begin(Settings(), 10.0))
+    results = examine(checks, Visit.begin(Settings(), HANG_SECONDS))
     return [(result.name, result.state) for result in results]
 
 

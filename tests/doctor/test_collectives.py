@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import Ranks
+from tests.ranks import HANG_SECONDS, Ranks
 from zeropp.comm import wire
 from zeropp.doctor import collectives
 from zeropp.doctor.check import Check, Settings
@@ -112,7 +112,7 @@ def test_messages_differ_by_sender_receiver_and_round(ranks: Ranks) -> None:
 def count_messages() -> int:
     from zeropp.doctor.check import Visit
 
-    here = Visit.begin(Settings(), 10.0)
+    here = Visit.begin(Settings(), HANG_SECONDS)
     message = partial(collectives.Carrier(here, here.topology.flat_hop(), "all_gather")._message, words=9)
     tails = [message(s, r, n)[collectives.HEADER :] for s in range(3) for r in range(3) for n in range(3)]
     return len({tuple(tail.tolist()) for tail in torch.stack(tails)})

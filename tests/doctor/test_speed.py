@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from tests.ranks import Ranks
+from tests.ranks import HANG_SECONDS, Ranks
 from zeropp.doctor import speed
 from zeropp.doctor.check import Settings, StepTime, Visit, examine
 from zeropp.doctor.hardware import Size
@@ -20,7 +20,7 @@ PRESETS = ("Config.off()", "Config.wire16()", "Config.paper()", "Config()", "Con
 def measured() -> dict[str, Any]:
     """The speed part, as small as it can be."""
     settings = Settings(2, "tiny", micro_batch=1, micro_batches=2, sequence=8, rounds=1)
-    visit = Visit.begin(settings, 30.0)
+    visit = Visit.begin(settings, HANG_SECONDS)
     with (
         patch.object(speed, "Size", partial(Size, wire_bytes=(1 << 12, 1 << 14), repeats=1)),
         patch.dict(speed.WIDTHS, cpu=64),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
+from tests.ranks import HANG_SECONDS, Ranks
 from zeropp.doctor.check import Check, Result, Settings, Visit, examine
 
 Fault = Callable[[], AbstractContextManager[object]]
@@ -24,12 +24,11 @@ def run(
     node_size: int | None = 2,
     names: tuple[str, ...] = (),
     world: int = 4,
-    timeout_seconds: float = 15.0,
     device: str = "cpu",
     env: dict[str, str] | None = None,
 ) -> list[dict[str, Result]]:
     """Run checks, all or those of these names, with a fault on some ranks; on each, the results by name."""
-    job = (visit, checks, fault, on_ranks, node_size, names, timeout_seconds, device)
+    job = (visit, checks, fault, on_ranks, node_size, names, device)
     return ranks.run(*job, world=world, env=env)
 
 
@@ -39,12 +38,11 @@ def visit(
     on_ranks: tuple[int, ...],
     node_size: int | None,
     names: tuple[str, ...],
-    timeout_seconds: float,
     device: str,
 ) -> dict[str, Result]:
     settings = Settings(node_size=node_size)
     chosen = [check for check in checks(settings) if not names or check.name in names]
-    here = Visit.begin(settings, timeout_seconds)
+    here = Visit.begin(settings, HANG_SECONDS)
     here.world = replace(here.world, device=torch.device(device))
     with fault() if dist.get_rank() in on_ranks else nullcontext():
         results = examine(chosen, here)

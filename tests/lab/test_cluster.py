@@ -29,7 +29,7 @@ needs_setpriv = pytest.mark.skipif(
 
 
 def python(*prefix: str, code: str = BUILD) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
 
 def namespaces() -> set[int]:
@@ -65,7 +65,7 @@ def test_leaving_the_block_by_an_exception_ends_everything() -> None:
     def fail() -> None:
         nonlocal sleeper
         with Cluster(nodes=2, ranks_per_node=1) as cluster:
-            sleeper = subprocess.Popen(cluster.inside(0, ["sleep", "60"]))
+            sleeper = subprocess.Popen(cluster.inside(0, ["sleep", "600"]))
             while Path(f"/proc/{sleeper.pid}/comm").read_text() != "sleep\n":
                 time.sleep(0.01)
             raise KeyboardInterrupt
@@ -73,7 +73,7 @@ def test_leaving_the_block_by_an_exception_ends_everything() -> None:
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert sleeper is not None
-    assert sleeper.wait(5) == -9
+    assert sleeper.wait(300) == -9
 
 
 def test_nothing_of_a_cluster_is_in_the_machines_own_namespace() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from zeropp.lab import Cluster, LinkCounters
 
-from .traffic import transfer
+from .traffic import Transfer, transfer
 
 
 @pytest.fixture(scope="module")
@@ -21,27 +23,37 @@ def moved(cluster: Cluster, before: list[LinkCounters]) -> list[LinkCounters]:
     return [now.since(then) for now, then in zip(cluster.counters(), before, strict=True)]
 
 
-def quickest(cluster: Cluster, source: int, target: int, nbytes: int) -> float:
-    """Seconds of the quickest of several transfers. None is faster than the link, and a machine with other
-    things to do makes some of them slower."""
-    return min(float(transfer(cluster, source, target, nbytes)["seconds"]) for _ in range(3))
+def tbf_bit_s(cluster: Cluster, node: int) -> int:
+    """The rate that the kernel has for packets out of a node."""
+    code = """
+from pyroute2 import IPRoute
+with IPRoute() as here:
+    (tbf,) = [q for q in here.get_qdiscs() if q.get_attr("TCA_KIND") == "tbf"]
+    print(tbf.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"])
+"""
+    command = cluster.inside(node, [sys.executable, "-c", code])
+    return 8 * int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout)
 
 
 @pytest.mark.parametrize("link", ["200mbit", "50mbit"])
 def test_rate_of_a_link_is_what_was_asked_for(cluster: Cluster, link: str) -> None:
-    """Measured with 3 MB: no burst that would hide the rate, no headers beyond 5%."""
+    """A transfer takes at least as long as the rate allows, and longer on a busy machine. The kernel's own
+    figure shows that the rate is not lower."""
     rate_bit_s = {"200mbit": 200e6, "50mbit": 50e6}[link]
     cluster.set_link(link=link)
-    nbytes = 3_000_000
-    assert nbytes * 8 / quickest(cluster, 1, 0, nbytes) == pytest.approx(rate_bit_s, rel=0.05)
+    nbytes, bucket_bytes = 3_000_000, 32 * 1024
+    assert transfer(cluster, 1, 0, nbytes)["seconds"] > (nbytes - bucket_bytes) * 8 / rate_bit_s
+    assert tbf_bit_s(cluster, 1) == rate_bit_s
 
 
 def test_links_are_shaped_one_by_one(cluster: Cluster) -> None:
+    """The switch shapes, too: a transfer into node 2 takes minutes. One into node 1 ends before it."""
     cluster.set_link(link="200mbit")
-    cluster.set_link(2, link="20mbit")
-    slow, fast = transfer(cluster, 0, 2, 1_000_000)["seconds"], quickest(cluster, 0, 1, 1_000_000)
-    assert slow > 5 * fast  # into node 2: the switch shapes, too
-    assert [link.link for link in cluster.links] == ["200mbit", "200mbit", "20mbit"]
+    cluster.set_link(2, link="10kbit")
+    with Transfer(cluster, 0, 2, 1_000_000) as slow:
+        assert transfer(cluster, 0, 1, 1_000_000)["bytes"] == 1_000_000
+        assert not slow.is_done()
+    assert [link.link for link in cluster.links] == ["200mbit", "200mbit", "10kbit"]
     cluster.set_link(link="200mbit")
 
 
@@ -49,8 +61,8 @@ def test_counters_see_what_crossed_and_on_which_link(cluster: Cluster) -> None:
     before = cluster.counters()
     transfer(cluster, 1, 0, 3_000_000)
     links = moved(cluster, before)
-    assert links[1].tx_bytes == pytest.approx(3_000_000, rel=0.03)
-    assert links[0].rx_bytes == pytest.approx(3_000_000, rel=0.03)
+    for nbytes in (links[1].tx_bytes, links[0].rx_bytes):
+        assert 3_000_000 < nbytes < 3_300_000  # headers, and what TCP sends again if an answer is late
     assert links[0].tx_bytes < 100_000  # acknowledgements
     assert links[2].tx_bytes < 10_000
 
@@ -61,27 +73,30 @@ def test_traffic_inside_a_node_is_not_on_its_link(cluster: Cluster) -> None:
     assert moved(cluster, before)[1].tx_bytes < 10_000
 
 
-def test_delay_is_one_way(cluster: Cluster) -> None:
-    """The quickest of several: a machine with other things to do makes some of them late."""
+def test_delay_is_that_of_each_way(cluster: Cluster) -> None:
+    """A connection needs a packet in each direction. tests/lab/test_relay.py tests that packets into a node
+    do not wait."""
 
     def connect_seconds() -> float:
-        return min(transfer(cluster, 0, 1, 1000)["connect_seconds"] for _ in range(4))
+        return transfer(cluster, 0, 1, 1000)["connect_seconds"]
 
-    without = connect_seconds()
+    cluster.set_link(0, delay="30ms")
+    assert connect_seconds() >= 0.03
     cluster.set_link(delay="30ms")
-    assert connect_seconds() - without == pytest.approx(0.06, abs=0.03)
+    assert connect_seconds() >= 0.06
+    cluster.set_link(delay="10s")
     cluster.set_link(delay="0ms")
-    assert connect_seconds() < 0.05
+    assert connect_seconds() < 10
 
 
 def test_lost_packets_are_sent_again(cluster: Cluster) -> None:
-    cluster.set_link(0, loss="5%")
+    cluster.set_link(0, loss="10%")
     before = cluster.counters()
     got = transfer(cluster, 0, 1, 5_000_000)
     sent = moved(cluster, before)[0].tx_bytes
     cluster.set_link(0, loss="0%")
     assert got["bytes"] == 5_000_000
-    assert sent > 1.03 * got["bytes"]
+    assert sent > 1.03 * got["bytes"]  # of ten percent; headers are less than one
 
 
 def test_an_unplugged_node_is_cut_off_and_its_ranks_still_reach_each_other(cluster: Cluster) -> None:

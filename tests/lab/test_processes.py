@@ -42,7 +42,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
         process.stdout.close()
 
 
-def wait_until(condition: object, seconds: float = 10.0) -> None:
+def wait_until(condition: object, seconds: float = 300.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while not condition():

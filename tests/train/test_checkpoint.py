@@ -77,8 +77,8 @@ def die_while_writing(folder: Path) -> None:
 
 
 def test_a_crash_while_writing_leaves_the_previous_one_whole(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="the process died"):
-        ranks.run(die_while_writing, tmp_path, timeout=30.0)
+    with pytest.raises(RankError, match="ended with exit code 9"):
+        ranks.run(die_while_writing, tmp_path)
     assert [path.name for path in tmp_path.glob("*.partial")] == ["step-00000002.partial"]
     assert ranks.run(load_last, tmp_path, world=4)[0] == ("step-00000001", [float(n) for n in range(10)])
     assert not list(tmp_path.glob("*.partial"))

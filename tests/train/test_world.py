@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.ranks import HANG_SECONDS, Ranks
 from zeropp.train.world import World, join_world, seed_step
 
 
@@ -41,7 +41,7 @@ def test_what_fails_on_the_first_rank_fails_on_all(ranks: Ranks, tmp_path: Path)
 
 
 def test_without_torchrun_a_process_is_a_world_of_its_own() -> None:
-    with join_world(timeout_seconds=10.0) as world:
+    with join_world(timeout_seconds=HANG_SECONDS) as world:
         assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
         assert world.sum(2.0) == [2.0]
     assert not torch.distributed.is_initialized()
