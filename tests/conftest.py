@@ -19,7 +19,7 @@ LONG = (
 )
 """Files and folders with the tests that take longest."""
 
-collect_ignore = ["integrations/hugging_face.py", "integrations/titan.py", "lab/lora.py"]
+collect_ignore = ["integrations/hugging_face.py", "integrations/titan.py"]
 """Imported on ranks only, and not for doctests: frameworks take seconds, in each worker, and warn."""
 
 

@@ -7,8 +7,8 @@ import pytest
 from zeropp.bench.run import Settings, run_bench
 from zeropp.bench.workload import Workload
 
-SMALL = Workload(layers=2, width=128, batch=1)
-TINY = Workload(layers=1, width=64, batch=1)
+SMALL = Workload(layers=2, width=128, context=32, batch=1)
+TINY = Workload(layers=1, width=64, context=32, batch=1)
 
 
 def test_a_small_benchmark_measures_every_strategy() -> None:

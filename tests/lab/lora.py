@@ -1,24 +1,43 @@
-"""A Llama with adapters, for steps.py."""
+"""Layers with adapters, for steps.py. As with PEFT, adapters share their units with the frozen base."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.integrations.hugging_face import LAYER, VOCABULARY, make_llama, with_lora
+WIDTH, RANK = 512, 32
 
 
-class Lora(nn.Module):
-    """A Llama with adapters in fp32, which share their units with the frozen base."""
+class Adapted(nn.Module):
+    """A frozen linear layer in `dtype` with an adapter in fp32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = with_lora(make_llama(dtype, hidden=512), rank=32)
-        self.blocks = [module for module in self.modules() if type(module).__name__ == LAYER]
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, WIDTH, bias=False)
+        nn.init.zeros_(self.up.weight)
 
-    def loss(self, generator: torch.Generator) -> torch.Tensor:
-        tokens = torch.randint(0, VOCABULARY, (1, 16), generator=generator)
-        return self(tokens)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        base, adapter = self.base(x), self.up(self.down(x.float()))
+        return base + adapter.to(base.dtype)  # type: ignore[no-any-return]
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+
+class Lora(nn.Module):
+    """Two units of four layers, and a root unit without anything to train."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(*(Adapted(dtype) for _ in range(4))) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(False)
+        self.blocks = list(self.layers)
+        self.dtype = dtype
+
+    def loss(self, generator: torch.Generator) -> Tensor:
+        x = torch.randn(16, WIDTH, generator=generator).to(self.dtype)
+        return (self(x) - x).float().square().mean()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]

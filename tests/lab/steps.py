@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import zeropp
-from zeropp.quick_import import import_quickly
+from tests.lab.lora import Lora
 
 CONFIGS = {
     "default": zeropp.Config(),
@@ -81,10 +81,7 @@ class Layers(nn.Sequential):
 
 
 def make_model(name: str) -> Any:
-    if name not in LORA:
-        return Layers()
-    lora = import_quickly("tests.lab.lora")  # here, because what it needs takes seconds to import
-    return lora.Lora(LORA[name])
+    return Lora(LORA[name]) if name in LORA else Layers()
 
 
 def train(run: str) -> dict[str, Any]:

@@ -74,8 +74,13 @@ def _by_level(
     return {(unit, kind, levels.get(hop, hop)): counted for (unit, kind, hop), counted in ledger.items()}
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+ON_THREE_NODES = ("default", "wire16", "hpz", "hsdp")
+"""One case of each route: two hops, flat, two hops for weights only, replicas."""
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"), [*((name, 2) for name in CASES), *((name, 3) for name in ON_THREE_NODES)]
+)
 def test_bytes_are_those_of_a_real_run(ranks: Ranks, name: str, nodes: int) -> None:
     """Row by row of the ledger, on every rank, to the byte."""
     case = replace(CASES[name], nodes=nodes)
