@@ -64,8 +64,14 @@ def test_it_changes_no_bit(ranks: Ranks, name: str) -> None:
     ranks.run(_with_and_without, ALL[name], 2)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (1, 3), (3, 1), (6, 1)])
-@pytest.mark.parametrize("name", ["default", "four_bit", "wire16"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *(("default", shape) for shape in [(3, 2), (2, 3), (1, 3), (3, 1), (6, 1)]),
+        *(("four_bit", shape) for shape in [(3, 2), (1, 3)]),
+        *(("wire16", shape) for shape in [(2, 3), (6, 1)]),
+    ],
+)
 def test_it_changes_no_bit_on_any_layout(ranks: Ranks, name: str, shape: tuple[int, int]) -> None:
     nodes, per_node = shape
     ranks.run(_with_and_without, replace(ALL[name], node_size=per_node), 1, world=nodes * per_node)

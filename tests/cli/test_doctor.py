@@ -30,7 +30,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_good_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two parts, for time; tests/doctor has them all. Its hardware is one that the planner takes."""
-    small = ["--sequence", "8", "--micro-batch", "1", "--rounds", "1"]
+    small = ["--sequence", "8", "--micro-batch", "1", "--rounds", "1", "--width", "64"]
     files = ["--json", "doctor.json", "--html", "doctor.html"]
     done = torchrun(tmp_path, "--node-size", "1", "--parts", "surroundings", "speed", *small, *files)
     assert done.returncode == 0, done.stderr
