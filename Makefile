@@ -1,10 +1,14 @@
 # make train: set up and run the main job.   make test: set up and run lint, types, docs and tests.
+# make train installs only the packages of the job; make test adds the others to the same virtual environment.
 # make test TORCH=2.15.0: the tests with another torch than that of constraints.txt; make core TORCH=2.15.0: only
 # those of the core. Each torch has a virtual environment of its own; types are checked with the pinned one.
 PYTHON ?= python3.11
 VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
+# A stamp exists only after its whole installation has succeeded: make repeats one that was interrupted.
+TRAIN := $(VENV)/.train
 READY := $(VENV)/.ready
+PIP = $(BIN)/pip install --constraint $(VENV)/constraints.txt --editable
 # Two files of tests at a time keep two cores busy: nine tenths of their time is used.
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -14,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test core lint types docs tests clean
 
-train: $(READY)
+train: $(TRAIN)
 	$(BIN)/zeropp demo
 
 # Types beside the tests: one process, for as long as the workers of the tests need to collect them.
@@ -41,10 +45,16 @@ tests: $(READY)
 	tests/install_chromium
 	$(PYTEST)
 
-$(READY): pyproject.toml constraints.txt
+$(TRAIN): pyproject.toml constraints.txt
+	@echo "Installing torch, numpy, numba, rich, tyro and pyroute2 into $(VENV): about 22 packages, 1.2 GB (more with CUDA)."
 	$(PYTHON) -m venv $(VENV)
 	sed '$(TORCH:%=s/^torch==.*/torch==%/;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cpu,gpu,lab,tensorboard,hf,hf-data,interop,docs,dev]'
+	$(PIP) '.[cpu,lab]'
+	touch $@
+
+$(READY): $(TRAIN)
+	@echo "Adding the packages of lint, types, docs and tests to $(VENV): about 110 more, 1.6 GB."
+	$(PIP) '.[cpu,gpu,lab,tensorboard,hf,hf-data,interop,docs,dev]'
 	touch $@
 
 clean:
