@@ -94,5 +94,6 @@ def test_it_runs_the_demonstration_where_there_is_nothing_else(wheel: Path, tmp_
     assert run(zeropp, "--version", cwd=tmp_path, PYTHONPATH="") == f"zeropp {__version__}\n"
     shown = run(zeropp, "demo", "--steps", "1", cwd=tmp_path, PYTHONPATH="")
     assert "4 local ranks that play 2 nodes" in shown
+    assert "There is no network to measure here: on local ranks, " in shown.splitlines()[-1]
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
     assert (tmp_path / "runs" / "demo" / "zeropp" / "checkpoints" / "step-00000001").is_dir()

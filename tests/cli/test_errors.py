@@ -93,6 +93,7 @@ CASES = [
     ("export {}/checkpoint {}/exported", "checkpoint cannot be read: state.json has no 'run'"),
     ("demo --folder {}/file", "file cannot be a folder to write to"),
     ("demo --folder {}/new --link fast", "link is 'fast'; expected a rate"),
+    ("demo --folder {}/new --steps -1", "steps is -1; expected a positive number"),
     (PLAN + " --html {}/empty", "empty cannot be written: it is a folder"),
     (PLAN + " --json {}/empty", "empty cannot be written: it is a folder"),
     (PLAN + " --trace /proc/trace.json", "/proc/trace.json cannot be written"),

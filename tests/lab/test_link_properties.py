@@ -1,8 +1,17 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zeropp.lab.link_properties import format_rate, parse_delay_us, parse_loss_percent, parse_rate_bit_s
+from zeropp.lab.link_properties import (
+    MAX_RATE_BIT_S,
+    MIN_RATE_BIT_S,
+    format_rate,
+    parse_delay_us,
+    parse_loss_percent,
+    parse_rate_bit_s,
+)
 
 
 @pytest.mark.parametrize("text", ["", "1", "1 gbit", "1Gbit", "-1gbit", "1gb", "9kbit", "33gbit", "fast"])
@@ -26,3 +35,8 @@ def test_losses_that_make_no_sense_are_named(text: str) -> None:
 @pytest.mark.parametrize("text", ["10kbit", "2.5mbit", "300mbit", "1gbit", "unlimited"])
 def test_rates_survive_formatting(text: str) -> None:
     assert format_rate(parse_rate_bit_s(text)) == text
+
+
+@given(rate_bit_s=st.integers(MIN_RATE_BIT_S, MAX_RATE_BIT_S))
+def test_every_rate_is_formatted_to_three_digits(rate_bit_s: int) -> None:
+    assert parse_rate_bit_s(format_rate(rate_bit_s)) == pytest.approx(rate_bit_s, rel=0.005)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zeropp import Config
-from zeropp.report.compare import COLUMNS, compare_lines, differences, loss_curves, read_runs
+from zeropp.report.compare import COLUMNS, compare_lines, differences, loss_curves, read_runs, result_sentence
 from zeropp.report.compare_page import render_compare
 from zeropp.train.metrics import MetricsFile
 from zeropp.train.run_events import Evaluation, RunInfo, StepRecord, Summary
@@ -74,3 +74,14 @@ def test_loss_curves_are_means_between_their_points(tmp_path: Path) -> None:
     table = loss_curves(read_runs([write_run(tmp_path / "run", 1.0, 2.0)]), points=4)
     assert list(table.columns[0].cells) == ["5", "10", "15", "20"]
     assert next(iter(table.columns[1].cells)) == "4.6842"
+
+
+def test_the_result_is_one_sentence_with_three_numbers(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "plain", 16.0, 2.02), write_run(tmp_path / "ours", 0.8, 2.0123)]
+    plain, ours = read_runs(folders).values()
+    learned_and_sent = "zeropp: validation loss 2.01 (plain FSDP2 2.02), 20.0x fewer bytes between nodes"
+    speed = "1.0x the tokens per second"
+    assert result_sentence(plain, ours, has_network=True) == f"{learned_and_sent}, {speed}."
+    assert result_sentence(plain, ours, has_network=False) == (
+        f"{learned_and_sent}. There is no network to measure here: on local ranks, {speed}."
+    )

@@ -5,9 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zeropp.lab import JobError
-from zeropp.train.demo import MARK, Lab, LocalRanks, find_place, replace_folders, run_demo, steps_done
+from zeropp.lab.link_properties import MAX_RATE_BIT_S, MIN_RATE_BIT_S, parse_rate_bit_s
+from zeropp.train.demo import (
+    MARK,
+    OPEN_LINKS,
+    RUNS,
+    Lab,
+    LocalRanks,
+    OpenStep,
+    expected_parts,
+    find_place,
+    make_folders,
+    steps_done,
+)
 from zeropp.train.metrics import FILE_NAME
 
 SCRIPT = """
@@ -23,6 +37,42 @@ def test_a_lab_where_namespaces_are_possible() -> None:
     with find_place("1gbit") as place:
         assert isinstance(place, Lab)
         assert place.description == "2 nodes x 2 ranks in network namespaces, 1gbit links"
+
+
+def test_links_are_open_until_one_is_chosen() -> None:
+    with find_place("auto") as place:
+        assert isinstance(place, Lab)
+        assert place.description == "2 nodes x 2 ranks in network namespaces, unlimited links"
+        place.cluster.set_link(link=OpenStep(0.3, 10_000_000).link)
+        assert place.description == "2 nodes x 2 ranks in network namespaces, 114mbit links"
+
+
+@pytest.mark.parametrize("link", ["fast", "Auto", "0gbit"])
+def test_a_link_that_makes_no_sense_is_named(link: str) -> None:
+    with (
+        pytest.raises(ValueError, match=f"link is '{link}'; expected a rate .* 'unlimited', or 'auto'"),
+        find_place(link),
+    ):
+        pass
+
+
+@given(seconds=st.floats(1e-4, 1e4), node_bytes=st.floats(1.0, 1e13))
+def test_seven_tenths_of_a_step_are_spent_on_the_chosen_link(seconds: float, node_bytes: float) -> None:
+    rate_bit_s = parse_rate_bit_s(OpenStep(seconds, node_bytes).link)
+    assert rate_bit_s is not None
+    line_seconds = 8 * node_bytes / rate_bit_s
+    share = line_seconds / (seconds + line_seconds)
+    if rate_bit_s == MIN_RATE_BIT_S:  # of the lab: the exact rate may be lower
+        assert share < 0.705
+    elif rate_bit_s == MAX_RATE_BIT_S:
+        assert share > 0.695
+    else:
+        assert share == pytest.approx(0.7, abs=0.005)  # a rate has three digits
+
+
+def test_the_expected_time_has_all_runs_in_their_order() -> None:
+    assert list(expected_parts(80, chooses_link=True)) == [OPEN_LINKS, *RUNS]
+    assert list(expected_parts(80, chooses_link=False)) == list(RUNS)
 
 
 def test_four_local_ranks_play_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,20 +102,20 @@ def test_nothing_is_deleted_that_no_demonstration_has_made(tmp_path: Path) -> No
     ours.mkdir()
     package.touch()
     with pytest.raises(ValueError, match="zeropp is not of an earlier demonstration"):
-        run_demo(tmp_path, 1, LocalRanks("nothing is run"), lambda *_: None)
+        make_folders(tmp_path, RUNS)
     assert package.exists()
     assert not plain.exists()
     package.unlink()
-    replace_folders([plain, ours])
+    assert make_folders(tmp_path, RUNS) == {"plain FSDP2": plain, "zeropp": ours}
     left_over = ours / "checkpoint"
     left_over.touch()
-    replace_folders([plain, ours])
+    make_folders(tmp_path, RUNS)
     assert not left_over.exists()
     (ours / MARK).rename(ours / FILE_NAME)  # of a run of `zeropp train`
     with pytest.raises(ValueError, match="zeropp is not of an earlier demonstration"):
-        replace_folders([plain, ours])
+        make_folders(tmp_path, RUNS)
     (ours / FILE_NAME).unlink()
     ours.rmdir()
     ours.touch()
     with pytest.raises(ValueError, match="zeropp is a file"):
-        replace_folders([plain, ours])
+        make_folders(tmp_path, RUNS)

@@ -56,15 +56,16 @@ def parse_loss_percent(text: str) -> float:
 def format_rate(rate_bit_s: int | None) -> str:
     """The inverse of `parse_rate_bit_s`, rounded for people.
 
-    >>> format_rate(312_500_000), format_rate(1_250_000_000), format_rate(None)
-    ('312mbit', '1.25gbit', 'unlimited')
+    >>> format_rate(312_500_000), format_rate(1_250_000_000), format_rate(999_600_000), format_rate(None)
+    ('312mbit', '1.25gbit', '1gbit', 'unlimited')
     """
     if rate_bit_s is None:
         return UNLIMITED
+    rounded = float(f"{rate_bit_s:.3g}")  # before the suffix is chosen: 999.6mbit is 1gbit
     suffix, bits = next(
-        ((s, b) for s, b in reversed(RATE_SUFFIXES.items()) if rate_bit_s >= b), ("bit", RATE_SUFFIXES["bit"])
+        ((s, b) for s, b in reversed(RATE_SUFFIXES.items()) if rounded >= b), ("bit", RATE_SUFFIXES["bit"])
     )
-    return f"{rate_bit_s / bits:.3g}{suffix}"
+    return f"{rounded / bits:.3g}{suffix}"
 
 
 def _parse(text: str, suffixes: dict[str, int]) -> float | None:

@@ -112,6 +112,18 @@ def loss_curves(runs: Mapping[str, Metrics], points: int = 8) -> Table:
     return shown
 
 
+def result_sentence(plain: Metrics, ours: Metrics, has_network: bool) -> str:
+    """The demonstration's result: loss, bytes and speed."""
+    losses = [run.evaluations[-1].validation_loss for run in (ours, plain)]
+    fewer = bytes_per_node(plain) / bytes_per_node(ours)
+    speed = f"{ours.tokens_per_second / plain.tokens_per_second:.1f}x the tokens per second"
+    learned = f"zeropp: validation loss {losses[0]:.2f} (plain FSDP2 {losses[1]:.2f})"
+    sent = f"{fewer:.1f}x fewer bytes between nodes"
+    if has_network:
+        return f"{learned}, {sent}, {speed}."
+    return f"{learned}, {sent}. There is no network to measure here: on local ranks, {speed}."
+
+
 def bytes_per_node(run: Metrics) -> float:
     return run.across_bytes_per_step / run.info.nodes
 
