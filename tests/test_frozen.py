@@ -85,4 +85,4 @@ def test_a_frozen_base_crosses_nodes_once_per_run(ranks: Ranks, name: str) -> No
     for calls, first, last in ranks.run(_base_in_units_of_its_own, name):
         # Frozen norms of the blocks once, adapters in every step.
         assert calls == {"(root)": 1, "blocks.0": 1 + 4, "blocks.0.up.base": 1, "blocks.1.down.base": 1}
-        assert 0 < last < 0.2 * first
+        assert 0 < last < 0.25 * first  # adapters are so small that half of them are sent as they are

@@ -11,7 +11,9 @@ ELSEWHERE = {
     "comm/layout": "comm/test_reduce_scatter",  # chunks and codecs of every Config and world
     "comm/wire": "comm/test_all_gather",  # hops, and what they count
     "applying": "test_handle",  # what apply returns, and refuses
+    "file_lock": "quant/test_cpu",  # kernels that two processes compile
     "kept": "test_accumulation",  # against the memory that is there
+    "process_exit": "test_ranks",  # ranks that a signal ends
     "plan/catalog": "plan/test_hardware",
     "plan/result": "report/test_plan",
     "plan/step_recorder": "plan/test_fake_step",

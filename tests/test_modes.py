@@ -203,7 +203,7 @@ def test_tensor_parallel_on_a_2d_mesh(ranks: Ranks, world: int, tp: int, node_si
 def _mixed_dtypes() -> dict[str, Any]:
     """A unit that FSDP2 gathers as raw bytes: each dtype is encoded by itself, and kept in the node."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(63, 8), nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False))
+    model = nn.Sequential(nn.Linear(63, 8), nn.Linear(8, 64).to(torch.bfloat16).requires_grad_(False))
     first, second = cast(list[nn.Linear], list(model))
     exact = [linear.weight.detach().float().clone() for linear in (first, second)]
     fully_shard(model)

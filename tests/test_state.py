@@ -190,7 +190,7 @@ def test_a_schedule(ranks: Ranks) -> None:
         weights, gradients = zip(*result["sent"], strict=True)
         assert gradients[0] == gradients[4] > 2 * gradients[1] == 2 * gradients[2] > 0
         assert weights[0] == weights[1]
-        assert weights[2] > weights[0] > 1.9 * weights[3]  # all of it in 16 bits, then differences
+        assert weights[2] > weights[0] > 1.5 * weights[3]  # all of it in 16 bits, then differences
         assert result["losses"] == pytest.approx(result["plain"], rel=0.01)
 
 

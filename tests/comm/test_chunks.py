@@ -130,7 +130,7 @@ MODELS: dict[str, list[tuple[int, ...]]] = {"Llama 8B": [*LLAMA_8B, (4096,), (40
 @pytest.mark.parametrize("ranks", [64, 1024, 4096])
 @pytest.mark.parametrize("model", MODELS)
 def test_padding_costs_less_than_one_percent(model: str, ranks: int) -> None:
-    """Of int8 weights and int4 gradients together, against blocks that know no parameters."""
+    """Counts int8 weights and int4 gradients together, against blocks that know no parameters."""
     pieces = padded_shards(MODELS[model], ranks)
     numel, segments = sum(piece.numel for piece in pieces), row_segments(pieces, 128)
     ours, least = (

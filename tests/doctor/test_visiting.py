@@ -24,7 +24,7 @@ def two_parts() -> Diagnosis:
 def test_parts_that_were_asked_for_in_their_order(ranks: Ranks) -> None:
     first, second = ranks.run(two_parts, world=2)
     assert first.subject == "2 ranks, cpu"
-    assert [result.part for result in first.results] == ["surroundings"] * 4 + ["collectives"] * 5
+    assert [result.part for result in first.results] == ["surroundings"] * 5 + ["collectives"] * 5
     assert {result.name: result.state for result in first.results} == {
         result.name: result.state for result in second.results
     }

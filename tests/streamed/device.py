@@ -39,7 +39,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 NAME = "streamed"
 BACKEND = f"cpu:gloo,{NAME}:{NAME}"
 """For init_process_group."""
-MAX_REPORTS = 200
+MAX_REPORTS = 1000
 """Reports of one kind that are kept while watching, at most."""
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("machine.cpp", "device.cpp", "collectives.cpp")]

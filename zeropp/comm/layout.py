@@ -25,7 +25,7 @@ from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
 from .wire import Wire
 
 LAYOUT_VERSION = 2
-"""Of rows, blocks and segments. Bytes that another version has saved mean something else."""
+"""Version of rows, blocks and segments. Bytes that another version has saved mean something else."""
 MAX_LAYOUTS = 32
 """Kept by each comm: one for each set of parameters with gradients."""
 
