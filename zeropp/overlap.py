@@ -7,7 +7,8 @@ the buffer (it adds it to `.grad`, or converts it), it gets negative zeros, to w
 without changing a bit of it (0.0 would turn -0.0 into 0.0), and what was reduced is added later, in the
 training thread: when another reduction starts, or at the end of backward. A callback of the autograd engine,
 which runs after FSDP2's own, waits for all reductions. `.grad` is then what it would be without overlap, bit
-for bit. Where somebody looks earlier (hooks on parameters, CPU offload, HSDP's all-reduce, a division after
+for bit. A unit that a forward uses twice is reduced twice: the second reduction starts when `.grad` has the
+first. Where somebody looks earlier (hooks on parameters, CPU offload, HSDP's all-reduce, a division after
 the sum), the call waits for its reduction, as without overlap. All of this is known from the program, so it
 is the same on every rank.
 
@@ -127,6 +128,14 @@ class LateGradients:
         while coming and coming[0].work.is_completed():
             coming.pop(0).finish()
 
+    def finish_unit(self, unit: Unit) -> None:
+        """Before another reduction of the unit in the same backward: FSDP2 adds it to `.grad`, which may be
+        the buffer that the last one still writes to."""
+        coming = self._coming.get(torch._C._current_graph_task_id(), [])
+        for reduction in [reduction for reduction in coming if reduction.unit is unit]:
+            reduction.finish()
+        coming[:] = [reduction for reduction in coming if reduction.unit is not unit]
+
     def _finish(self, backward: int) -> None:
         for reduction in self._coming.pop(backward, []):
             reduction.finish()
@@ -235,6 +244,7 @@ class UnitOverlap:
     def late_place(self, output: Tensor) -> Tensor | None:
         """Where to reduce to while FSDP2 goes on, if it expects the result in `output`; one may start now.
         None: it must be there when FSDP2 goes on."""
+        self._overlap.late.finish_unit(self._unit)
         if not (is_in_backward() and self._unit.takes_gradients_late(output.numel())):
             return None
         self._overlap.late.make_room(self._unit.most_reductions)
