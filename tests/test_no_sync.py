@@ -99,3 +99,22 @@ def _grouped() -> list[bool]:
 
 def test_any_module_of_a_unit_speaks_for_it(ranks: Ranks) -> None:
     assert ranks.run(_grouped)[0] == [True, False]
+
+
+def _off_before() -> tuple[list[bool], bool, bool]:
+    """FSDP2's switch is off when zeropp starts to follow it."""
+    trainer = Trainer(CONFIGS["default"])
+    zpp, net = trainer.zpp, cast(Any, trainer.net)
+    assert zpp is not None
+    net.set_requires_gradient_sync(False)
+    zpp.follow_no_sync()
+    trainer.backward()
+    waits = [comms.has_pending for comms in zpp.unit_comms]
+    held = any(comms.unit.holds_gradients for comms in zpp.unit_comms)
+    net.set_requires_gradient_sync(True)
+    trainer.backward()
+    return waits, held, all(p.grad is not None for p in trainer.net.parameters())
+
+
+def test_a_switch_that_is_off_already_is_followed(ranks: Ranks) -> None:
+    assert ranks.run(_off_before) == [([True] * 3, False, True)] * 4

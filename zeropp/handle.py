@@ -255,6 +255,10 @@ class ZeroPP:
             raise RuntimeError("follow_no_sync after remove(); call zeropp.apply(model, config)")
         if not self._followed:
             self._followed = on_gradient_sync(self._model, self._set_gradient_sync)
+            for comms in self.unit_comms:
+                if not comms.unit.reduces_gradients:  # switched off before: from now on by zeropp
+                    comms.unit.set_requires_gradient_sync(True)
+                    self._set_gradient_sync(set(comms.unit.modules), False)
 
     def _set_gradient_sync(self, modules: set[nn.Module], requires_sync: bool) -> None:
         """What FSDP2 was told of these modules."""
