@@ -1,4 +1,4 @@
-"""Parameters without a gradient: they have one, zero, only while zeropp needs it."""
+"""Parameters without a gradient: they have one, zero, only in steps in which zeropp needs it."""
 
 from __future__ import annotations
 
@@ -76,3 +76,29 @@ def test_what_the_user_had_set_comes_back(ranks: Ranks, change: Any) -> None:
 
 def test_what_the_user_had_switched_on_stays_on(ranks: Ranks) -> None:
     assert ranks.run(_spare, replaced_twice_and_removed, True) == [[False, False, False]] * 4
+
+
+def _after_accumulation(disturb: str) -> list[bool]:
+    """Whether an unused parameter has no gradient, in a step that accumulates and in the next one."""
+    net = make_net_with_spare()
+    trainer = Trainer(DEFAULT, net=net, micro_batches=2, accumulate_in_node=True)
+    zpp = trainer.zpp
+    assert zpp is not None
+    spare = net.blocks[0].get_parameter("spare")
+    trainer.step()
+    seen = [spare.grad is None]
+    trainer.optimizer.zero_grad()
+    if disturb == "resume":
+        state = zpp.state_dict()
+        zpp.remove()
+        zeropp.apply(net, DEFAULT).load_state_dict(state)
+    elif disturb == "set_config":
+        zpp.set_config(CONFIGS["paper"])
+    trainer.micro_batches, trainer.accumulate_in_node = 1, False
+    trainer.step()
+    return [*seen, spare.grad is None]
+
+
+@pytest.mark.parametrize("disturb", ["nothing", "resume", "set_config"])
+def test_a_step_without_accumulation_does_not_know_of_those_before(ranks: Ranks, disturb: str) -> None:
+    assert ranks.run(_after_accumulation, disturb) == [[False, True]] * 4

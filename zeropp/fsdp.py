@@ -47,8 +47,8 @@ class Unit:
         self.modules: list[Any] = [module]
         """All of them."""
         self._param_groups = param_groups  # one, except with a mesh per parameter
-        self._sends_unused: bool | None = None  # what the user had set: see `send_unused_gradients`
         self._with_gradients: set[int] | None = None  # ids of what the last backward reduced
+        self._needs_unused: Callable[[], bool] = lambda: False  # see `send_unused_while`
 
     @property
     def name(self) -> str:
@@ -182,39 +182,44 @@ class Unit:
         """Put comms in place: ours, or any objects with their `allocate` and `__call__`."""
         self.module.set_custom_all_gather(all_gather)
         self.module.set_custom_reduce_scatter(reduce_scatter)
+        self._wrap_post_backward()
+
+    def _wrap_post_backward(self) -> None:
         for group in self._param_groups:
             vars(group)["post_backward"] = MethodType(self._post_backward, group)
 
     def _post_backward(self, group: Any, *unused: Any) -> None:
         """FSDP2's own, after a note of the parameters with a gradient: FSDP2 packs those and tells nobody."""
+        as_set = group.reduce_scatter_unused_params
+        group.reduce_scatter_unused_params = sends_unused = as_set or self._needs_unused()
         params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        if group.reduce_grads and group.reduce_scatter_unused_params:
+        if group.reduce_grads and sends_unused:
             READER.bring_to_one_dtype(params)
-        sends_unused = group.reduce_scatter_unused_params
         sent = [p for p in params if _held(p) or (sends_unused and p._unsharded_param.requires_grad)]
         self._with_gradients = {id(p) for p in sent}
-        type(group).post_backward(group, *unused)
+        try:
+            type(group).post_backward(group, *unused)
+        finally:
+            group.reduce_scatter_unused_params = as_set
 
     def restore(self) -> None:
         """Give the unit back to FSDP2."""
         self.module.set_custom_all_gather(collectives.DefaultAllGather())
         self.module.set_custom_reduce_scatter(collectives.DefaultReduceScatter())
-        for group in self._param_groups:
-            vars(group).pop("post_backward", None)
         self._with_gradients = None
         self.send_unused_as_set()
 
-    def send_unused_gradients(self) -> None:
-        """Reduce parameters without a gradient as zeros, so that every reduction has the same layout."""
-        if self._sends_unused is None:  # now, not earlier: what another apply() had set is undone by now
-            self._sends_unused = bool(self._param_groups[0].reduce_scatter_unused_params)
-        self.module.set_reduce_scatter_unused_params(True, recurse=False)
+    def send_unused_while(self, is_needed: Callable[[], bool]) -> None:
+        """Reduce parameters without a gradient as zeros in each backward in which `is_needed()`, so that
+        reductions have one layout. In others, FSDP2 does what the user has set."""
+        self._needs_unused = is_needed
+        self._wrap_post_backward()
 
     def send_unused_as_set(self) -> None:
-        """Undo `send_unused_gradients`: parameters without a gradient are sent as the user had said."""
-        if self._sends_unused is not None:
-            self.module.set_reduce_scatter_unused_params(self._sends_unused, recurse=False)
-            self._sends_unused = None
+        """Undo `send_unused_while`, and what `install` has wrapped."""
+        self._needs_unused = lambda: False
+        for group in self._param_groups:
+            vars(group).pop("post_backward", None)
 
     def on_all_reduce(self, react: Callable[[Tensor], None]) -> None:
         """Call `react` with the shard of gradients whenever it has been reduced over all replicas of HSDP."""
@@ -226,10 +231,14 @@ class Unit:
         return bool(self._param_groups[0].reduce_grads)
 
     @property
+    def holds_partial_sums(self) -> bool:
+        """Whether FSDP2 has gradients that it was told not to reduce over all replicas."""
+        return any(group._partial_reduce_output is not None for group in self._param_groups)
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether FSDP2 has gradients that it was told not to reduce, or not over all replicas."""
-        partial = any(group._partial_reduce_output is not None for group in self._param_groups)
-        return partial or any(_held(p) for p in self._fsdp_params)
+        return self.holds_partial_sums or any(_held(p) for p in self._fsdp_params)
 
     def drop_held_gradients(self) -> None:
         for group in self._param_groups:

@@ -149,14 +149,11 @@ class ZeroPP:
                 instead_of_fsdp2 = old.instead_of_fsdp2
                 old.set_sync(True)  # FSDP2's switches, which the new Config may not use
                 new.set_sync(False, instead_of_fsdp2)
-            new.unit.send_unused_as_set()
         self.config, self.overrides, self.unit_comms = config, dict(overrides), unit_comms
         self.search = search
         self.install()
-        if self._accumulates:
-            if search is None:  # which has warned of all that it tries
-                warn_if_large(self.unit_comms, self._will_keep)
-            self._prepare_to_accumulate()
+        if self._accumulates and search is None:  # a search has warned of all that it tries
+            warn_if_large(self.unit_comms, self._will_keep)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """An optimizer of this model has stepped: the search for a Config goes on."""
@@ -227,9 +224,10 @@ class ZeroPP:
 
         `zero_grad()` of the model or its optimizers drops pending gradients with the rest. A hook that takes
         `.grad` in backward gets zeros while sync is off, and all of it in the end; between two backwards
-        `.grad` must stay: see [Note: Dropped or taken]. From the first call on, a parameter that gets no
-        gradient at all has gradient zero instead of None (FSDP2's `set_reduce_scatter_unused_params`): all
-        micro-batches must agree on what they send.
+        `.grad` must stay: see [Note: Dropped or taken]. In a step with sync off in some micro-batch, a
+        parameter that gets no gradient has gradient zero instead of None (as with FSDP2's
+        `set_reduce_scatter_unused_params`): all micro-batches must agree on what they send. In other steps
+        it is None, as with FSDP2.
         """
         if not requires_sync:
             self._accumulate()
@@ -273,7 +271,7 @@ class ZeroPP:
             self._accumulates = True
             kept = self._will_keep if self.search is None else self.search.kept
             warn_if_large(self.unit_comms, kept)
-            self._prepare_to_accumulate()
+            listen(self)
 
     def flush(self) -> None:
         """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:
@@ -375,13 +373,14 @@ class ZeroPP:
 
     def install(self) -> None:
         """Put the comms in place. Called by `apply`."""
+        for comms in self.unit_comms:
+            comms.unit.send_unused_while(comms.needs_all_gradients)
         for comms, all_gather, reduce_scatter in self._installed():
             all_gather.belong_to(self)
             comms.unit.install(all_gather, reduce_scatter)
             self._handles += comms.unit.on_load(comms.invalidate)
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
-                comms.unit.send_unused_gradients()  # kept errors need one layout in every step
         if self._timeout is not None:
             self.set_timeout(self._timeout)
         then = None if self.search is None else self._after_step
@@ -394,8 +393,3 @@ class ZeroPP:
     @property
     def _will_keep(self) -> Kept:
         return sum((comms.will_keep() for comms in self.unit_comms), Kept())
-
-    def _prepare_to_accumulate(self) -> None:
-        listen(self)
-        for comms in self.unit_comms:
-            comms.prepare_to_accumulate()

@@ -121,10 +121,17 @@ class UnitComms:
         elif puts_off == "reduction":
             self.unit.set_requires_gradient_sync(requires_sync)
 
-    def prepare_to_accumulate(self) -> None:
-        """All micro-batches must send the same parameters, where their gradients add up as one buffer."""
-        if self.defers_across or self.fsdp2_puts_off == "all-reduce":
-            self.unit.send_unused_gradients()
+    def needs_all_gradients(self) -> bool:
+        """Whether the next reduction has zeros for parameters without a gradient. Kept errors need one layout
+        in every step. Gradients that add up as one buffer need it while they do: with sync off, and until
+        the buffer is sent. So `.grad` depends on the step, and not on those before it."""
+        ours = self.pair.reduce_scatter if self.pair is not None else None
+        if ours is not None and ours.feedback is not None:
+            return True
+        if not (self.defers_across or self.fsdp2_puts_off == "all-reduce"):
+            return False
+        waits = self.unit.holds_partial_sums or (ours is not None and ours.pending is not None)
+        return waits or not self.requires_sync
 
     def flush(self) -> None:
         """Send pending gradients across nodes."""
