@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
-from tests.training import Trainer, batches, local, loss_of, make_net
+from tests.training import Net, Trainer, batches, local, loss_of, make_net
 from zeropp.kept import Kept
 from zeropp.peak_memory import PeakMemory
 
@@ -357,3 +357,57 @@ def test_what_is_kept_is_told_before(ranks: Ranks, name: str, options: dict[str,
         assert bool(at_apply) == (rank == 0 and total.node_shard + total.errors > found["shards"])
         assert bool(found["accumulating"]) == (rank == 0 and total.total > found["shards"])
         assert rank or total.total > found["shards"]  # so one of them was seen
+
+
+class _Repeated(Net):
+    """Uses its first block several times, and can leave out the head of some forwards."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens.flatten())
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[0]):
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _repeated(config: zeropp.Config, disturb: str) -> tuple[int, dict[str, int], list[Tensor], list[Tensor]]:
+    """Hops across nodes by unit in a step of two micro-batches, and gradients: ours, and FSDP2's."""
+    gradients = []
+    for each in (config, None):
+        torch.manual_seed(0)
+        net = _Repeated()
+        for block in net.blocks:
+            fully_shard(block)
+        trainer = Trainer(each, net=cast(Net, fully_shard(net)))
+        if disturb == "backward prefetch":
+            cast(FSDPModule, net.blocks[1]).set_modules_to_backward_prefetch(
+                [cast(FSDPModule, net.blocks[0])]
+            )
+        for is_last in (False, True):
+            if trainer.zpp is not None:
+                trainer.zpp.set_requires_cross_node_sync(is_last)
+            losses = [
+                loss_of(trainer.net, next(trainer.data)) for _ in range(1 + (disturb == "two forwards"))
+            ]
+            if disturb == "evaluation":
+                trainer.evaluate()
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        if trainer.zpp is not None:
+            trainer.zpp.set_requires_cross_node_sync(True)
+            ledger, units = trainer.zpp.ledger, [comms.unit.name for comms in trainer.zpp.unit_comms]
+            pending = sum(comms.has_pending for comms in trainer.zpp.unit_comms)
+            across = {
+                unit: ledger.total(unit=unit, collective="reduce_scatter", hop="across").calls
+                for unit in units
+            }
+        gradients.append(list(trainer.local_gradients().values()))
+    return pending, across, gradients[0], gradients[1]
+
+
+@pytest.mark.parametrize("disturb", ["nothing", "two forwards", "evaluation", "backward prefetch"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_unit_that_is_used_several_times_crosses_once(ranks: Ranks, disturb: str, overlap: bool) -> None:
+    for pending, across, ours, plain in ranks.run(_repeated, replace(EXACT, overlap=overlap), disturb):
+        assert pending == 0
+        assert across == {"(root)": 1, "blocks.0": 1, "blocks.1": 1}
+        for mine, theirs in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -266,6 +266,16 @@ class Unit:
             group.finalize_backward()
 
     @property
+    def has_more_uses(self) -> bool:
+        """In a backward: whether FSDP2 knows of forwards of the unit whose backward has not begun. It counts
+        evaluations since the last backward, too. With a backward prefetch of the user's it does not count
+        down."""
+        counts_down = not self.module._get_fsdp_state()._states_to_backward_prefetch
+        return any(
+            len(group._post_forward_indices) > (0 if counts_down else 1) for group in self._param_groups
+        )
+
+    @property
     def device(self) -> torch.device:
         """Where it computes, and communicates."""
         device: torch.device = self._param_groups[0].device

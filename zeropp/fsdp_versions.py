@@ -45,13 +45,19 @@ SETTERS = (
     "requires_gradient_sync",
 )
 MODULE: Parts = {"_get_fsdp_state": FunctionType} | {f"set_{name}": FunctionType for name in SETTERS}
-STATE: Parts = {"_fsdp_param_groups": (list, tuple), "_states_to_forward_prefetch": list}
+STATE: Parts = {
+    "_fsdp_param_groups": (list, tuple),
+    "_states_to_backward_prefetch": list,
+    "_states_to_forward_prefetch": list,
+    "_training_state": object,
+}
 GROUP: Parts = {
     "_all_gather_comm": object,
     "_all_gather_result": object,
     "_all_reduce_hook": object,
     "_is_hsdp": bool,
     "_partial_reduce_output": (Tensor, type(None)),
+    "_post_forward_indices": list,
     "_reduce_scatter_comm": object,
     "_training_state": object,
     "comm_ctx": object,

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from rich.table import Table
+from torch.autograd import Variable
 
 from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch, Wire
 from .config import Config
@@ -132,6 +133,18 @@ class UnitComms:
             return False
         waits = self.unit.holds_partial_sums or (ours is not None and ours.pending is not None)
         return waits or not self.requires_sync
+
+    def waits_for_next_use(self) -> bool:
+        """In a backward with sync on: whether pending gradients wait for the unit's next use in it, so that
+        they cross nodes once. At the end of backward they are sent in any case."""
+        if self.unit.has_more_uses:
+            Variable._execution_engine.queue_callback(self._send_rest)
+            return True
+        return False
+
+    def _send_rest(self) -> None:
+        if self.requires_sync and self.pair is not None and self.pair.reduce_scatter.pending is not None:
+            self.flush()
 
     def flush(self) -> None:
         """Send pending gradients across nodes."""
@@ -296,7 +309,10 @@ def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool =
             *(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
             overlap=beside,
         ),
-        ReduceScatter(wire, back[::-1], config, comms.gradients, unit.reduce_pieces, beside),
+        ReduceScatter(
+            *(wire, back[::-1], config, comms.gradients, unit.reduce_pieces, beside),
+            waits=comms.waits_for_next_use,
+        ),
     )
     as_they_are = _why_weights_stay(unit)
     if config.weights != "none" and as_they_are:

@@ -11,7 +11,8 @@ with one rank a node, or on the flat route, there is one hop.
 
 [Note: Accumulation]
 With cross-node sync off, hop 2 is left out: the node slice adds up (`pending`), and FSDP2 gets zeros to add
-to the sharded gradient. The next reduction with sync on sends the sum. `pending` is a part of `.grad` that
+to the sharded gradient. The next reduction with sync on sends the sum; of a unit that the forward has used
+several times, the last one of the backward. `pending` is a part of `.grad` that
 has not arrived yet: [Note: Dropped or taken] in zero_grad.py. All micro-batches must have one buffer layout;
 the adapter sees to it that parameters without a gradient are sent as zeros.
 
@@ -71,6 +72,7 @@ class ReduceScatter:
         gradients: Gradients | None = None,
         pieces: Callable[[], tuple[Piece, ...]] = tuple,
         overlap: Overlapping | None = None,
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self.wire = wire
         self._overlap = overlap
@@ -78,6 +80,8 @@ class ReduceScatter:
         self.pieces = pieces
         """The parameters of a shard, in its order; empty if they are not known. Called in every reduction:
         the order is known only when training has started, and not all parameters have gradients."""
+        self._waits = waits
+        """With sync on: whether pending gradients wait for another reduction of the same backward."""
         self.hops = hops
         """(in-node, across), or the only one."""
         self.codec_names: dict[HopName, CodecName] = {
@@ -235,6 +239,8 @@ class ReduceScatter:
     ) -> list[Chunk]:
         """What is to be reduced, cut; and what is put off is noted as pending."""
         pending, sync_across = self._pending_for(rows), self.sync_across
+        if sync_across and pending is not None and not self._flushing:
+            sync_across = not self._waits()
         at_once = len(self.hops) == 1 and pending is None and self.feedback is None
         self.pending = None
         if pending is not None and not sync_across:
