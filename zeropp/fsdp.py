@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.utils.hooks import RemovableHandle
 
 from .comm import AllGather, Piece, ReduceScatter, Weight
+from .comm.lanes import LaneWork
 from .fsdp_versions import CONTEXT, READER, check, check_parts, compute_dtype, sharded_parameter
 
 logger = logging.getLogger("zeropp")
@@ -313,8 +314,11 @@ class Unit:
         return works
 
     def drop_early_gather(self) -> None:
-        """Forget weights that were gathered and not used yet: they are others now."""
+        """Forget weights that were gathered and not used yet: they are others now. An error in such a gather
+        is nobody's: the next one checks again."""
         for work in self.forget_early_gather():
+            if isinstance(work, LaneWork):
+                work.give_up()
             work.wait()
 
     def drop_gathered(self) -> None:

@@ -22,7 +22,7 @@ from .beside import run_beside
 from .capture import refuse_capture
 from .column_groups import Split, Weight, buffer_of, column_groups, split_of
 from .group_gather import GroupGather
-from .lanes import lane
+from .lanes import LaneWork, lane
 from .layout import kept_codec_name, meaning_of, why_not_the_same
 from .node_shard import NodeShard
 from .pipeline import finish, pipelined
@@ -119,11 +119,13 @@ class AllGather:
 
     def invalidate(self) -> None:
         """The weights are others now: the next gather starts from the shard, and sends all of it."""
+        self._give_up()
         for node_shard in self.node_shards:
             node_shard.invalidate()
 
     def release(self) -> None:
         """Give up the node shards, and with them the reference of differences."""
+        self._give_up()
         for node_shard in self.node_shards:
             node_shard.release()
 
@@ -209,6 +211,12 @@ class AllGather:
         if self._beside is not None:
             beside, self._beside = self._beside, None
             beside.wait()
+
+    def _give_up(self) -> None:
+        """Settle, without an error of the last gather: what it brings is of no use any more."""
+        if isinstance(self._beside, LaneWork):
+            self._beside.give_up()
+        self._settle()
 
     def _gather(self, shard: Tensor, out: Tensor, group: ProcessGroup, slot: int) -> Generator[None]:
         """shard [S] of every rank -> out [W, S]. Yields where it would have to wait for the wire."""
