@@ -190,6 +190,45 @@ def test_what_was_gathered_and_left_out_is_not_used_after_a_change(ranks: Ranks)
     assert ranks.run(_left_out, True) == ranks.run(_left_out, False)
 
 
+def _skipping(name: str, overlap: bool, disturb: str) -> list[float]:
+    """Losses of steps of which the second leaves a unit out, which has then been gathered for nothing."""
+    torch.manual_seed(0)
+    net = _EarlyExit()
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    config = replace(CONFIGS[name], overlap=overlap)
+    trainer = Trainer(config, net=net)
+    losses = [trainer.step()]
+    for is_early in (True, False, True, True, False):
+        net.is_early = is_early
+        losses.append(trainer.evaluate() if disturb == "evaluation" else trainer.backward())
+        zpp = cast(zeropp.ZeroPP, trainer.zpp)
+        if disturb == "resume":
+            state = zpp.state_dict()
+            zpp.remove()
+            trainer.zpp = zeropp.apply(net, config)
+            trainer.zpp.load_state_dict(state)
+        elif disturb == "set_config":
+            zpp.set_config(
+                replace(config, rounding="stochastic" if config.rounding == "nearest" else "nearest")
+            )
+        cast(FSDPModule, net).reshard()
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    net.is_early = False
+    return [*losses, trainer.evaluate()]
+
+
+@pytest.mark.parametrize("disturb", ["nothing", "evaluation", "resume", "set_config"])
+@pytest.mark.parametrize("name", ["four_bit", "delta"])
+def test_what_was_gathered_and_left_out_has_no_effect(ranks: Ranks, name: str, disturb: str) -> None:
+    expected = ranks.run(_skipping, name, False, "nothing" if disturb == "resume" else disturb)
+    assert ranks.run(_skipping, name, True, disturb) == expected
+
+
 def _with_own_prefetch() -> bool:
     net = make_net()
     first, second = (cast(FSDPModule, block) for block in net.blocks)

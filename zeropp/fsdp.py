@@ -326,11 +326,18 @@ class Unit:
         self.drop_early_gather()
         self.module.reshard()
 
-    def before_forward(self, react: Callable[[], None]) -> RemovableHandle:
-        """Call `react` before FSDP2 prepares a forward of the unit's module."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether none of its modules is in forward or backward: a gather is for a later one, or for a user
+        who calls `unshard`."""
+        return bool(self.module._get_fsdp_state()._training_state.name == "IDLE")
+
+    def before_forward(self, react: Callable[[], None]) -> list[RemovableHandle]:
+        """Call `react` before FSDP2 prepares a forward of any of the unit's modules."""
         untraced = torch.compiler.disable(react)  # type: ignore[no-untyped-call]
-        handle: RemovableHandle = self.module.register_forward_pre_hook(lambda *_: untraced(), prepend=True)
-        return handle
+        return [
+            module.register_forward_pre_hook(lambda *_: untraced(), prepend=True) for module in self.modules
+        ]
 
     @property
     def most_reductions(self) -> int:

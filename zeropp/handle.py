@@ -140,6 +140,7 @@ class ZeroPP:
             decide_comms(unit, own, self._shared, may_hold=may_hold) for unit, own in chosen.items()
         ]
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
+            old.forget_unused()
             if old.pair is not None and new.pair is not None:
                 new.pair.take_over(old.pair)
         self._remove_hooks()
@@ -184,6 +185,8 @@ class ZeroPP:
         reads it.
         """
         self._shared.alarm.raise_if_any()
+        for comms in self.unit_comms:
+            comms.forget_unused()
         state = {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
@@ -379,6 +382,7 @@ class ZeroPP:
             all_gather.belong_to(self)
             comms.unit.install(all_gather, reduce_scatter)
             self._handles += comms.unit.on_load(comms.invalidate)
+            self._handles += comms.unit.before_forward(all_gather.used)
             if reduce_scatter.feedback is not None:
                 self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
         if self._timeout is not None:

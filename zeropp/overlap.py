@@ -34,6 +34,11 @@ has raised. FSDP2 keeps that for the unit's next use, and does not ask whether i
 to forget it whenever weights change: after an optimizer's step, a load, `invalidate()`, and, where operations
 on parameters have moved their version, before the next forward. If a gather itself has failed, all that were
 asked for are given up: their weights may be as stale, and what has failed left nothing to compute with.
+
+Such a gather has no effect on later ones. With weights="delta-int4", a difference that no forward has used
+would change the next difference. So if weights change before a forward uses them, the node shard returns to
+its state before the early gather (`NodeShard.undo_unused`). Until the forward, it keeps a copy of the
+reference: of two units at a time, unless a forward leaves units out.
 """
 
 from __future__ import annotations
@@ -155,7 +160,7 @@ class ForwardPrefetch:
         self._order: list[Unit] = []
         self._told: list[Unit] = []
         self._is_known = False
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._versions: dict[Unit, list[int]] = {}
         """Versions of the weights that were last gathered."""
 
@@ -173,7 +178,7 @@ class ForwardPrefetch:
                 for place, known in enumerate(self._told, 1):
                     known.set_forward_prefetch(self._order[place : place + UNITS_EARLY])
                 if self._told:
-                    self._hook = self._order[0].before_forward(self._gather_first)
+                    self._hooks = self._order[0].before_forward(self._gather_first)
 
     def _gather_first(self) -> None:
         if is_in_backward():  # a recomputation
@@ -188,9 +193,9 @@ class ForwardPrefetch:
         """Leave FSDP2 as it was, and learn anew if there is another forward."""
         for unit in self._told:
             unit.set_forward_prefetch([])
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self._order, self._told, self._is_known = [], [], False
 
 

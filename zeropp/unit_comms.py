@@ -165,8 +165,15 @@ class UnitComms:
     def after_step(self, changed: Collection[int]) -> None:
         """An optimizer changed these parameters."""
         if self.pair is not None:
-            self.unit.drop_early_gather()
+            self.forget_unused()
             self.pair.all_gather.after_step(changed)
+
+    def forget_unused(self) -> None:
+        """Forget weights that were gathered early and that no forward has used: the unit goes on as if they
+        had not been gathered."""
+        if self.pair is not None:
+            self.unit.drop_early_gather()
+            self.pair.all_gather.undo_unused()
 
     def invalidate(self) -> None:
         """The weights are others now: the next gather sends all of them."""
@@ -308,6 +315,7 @@ def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool =
         AllGather(
             *(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
             overlap=beside,
+            is_early=lambda: unit.is_idle,
         ),
         ReduceScatter(
             *(wire, back[::-1], config, comms.gradients, unit.reduce_pieces, beside),

@@ -61,6 +61,7 @@ class AllGather:
         versions: Callable[[], Sequence[int]] = tuple,
         split: Callable[[], Split] | None = None,
         overlap: GatherOverlap | None = None,
+        is_early: Callable[[], bool] = lambda: False,
     ) -> None:
         self.wire = wire
         self.config = config
@@ -83,6 +84,10 @@ class AllGather:
         """Whether an optimizer has, since the last gather."""
         self.owner: Any = None
         """Whoever installed this comm; keeps it alive with the model."""
+        self._is_early = is_early
+        """Whether the gather that starts now is for a use that has not begun: `used` is told when it does."""
+        self._stepped_before: bool | None = None
+        """`_has_stepped` before an early gather that nobody has used yet."""
         self._overlap = overlap
         """None: gathers do not go on while the training thread computes."""
         self._beside: dist.Work | None = None
@@ -116,6 +121,21 @@ class AllGather:
         for group in self.groups:
             if group.node_shard is not None and group.columns.has_any_of(changed):
                 group.node_shard.weights_changed()
+
+    def used(self) -> None:
+        """The weights that were gathered are computed with from now on."""
+        if not self.is_exact:
+            self._stepped_before = None
+            for group in self.groups:
+                if group.node_shard is not None:
+                    group.node_shard.used()
+
+    def undo_unused(self) -> None:
+        """Before weights change, or are saved: an early gather that nobody has used leaves nothing behind."""
+        for node_shard in self.node_shards:
+            node_shard.undo_unused()
+        if self._stepped_before is not None:
+            self._has_stepped, self._stepped_before = self._stepped_before, None
 
     def invalidate(self) -> None:
         """The weights are others now: the next gather starts from the shard, and sends all of it."""
@@ -194,6 +214,11 @@ class AllGather:
         device = input_tensor.device
         refuse_capture(self.wire.unit, device)
         self.wire.alarm.raise_if_known()
+        is_early = self._is_early()
+        self._stepped_before = self._has_stepped if is_early else None
+        for part in self.groups:
+            if part.node_shard is not None:
+                part.node_shard.prepare(is_early, device)
         gather = partial(self._gather, input_tensor, output_tensor.view(world_size, -1), group)
         if self._overlap is not None:
             for part in self.groups:

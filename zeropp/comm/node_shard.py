@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,17 @@ class Send(Enum):
     NOTHING = "the node shard is used again"
     DIFFERENCE = "what changed since the last time"
     WEIGHTS = "the weights"
+
+
+class Before(NamedTuple):
+    """What an early gather overwrites: [Note: Gathered and not used] in overlap.py."""
+
+    state: State
+    fingerprint: Tensor | None
+    differences: int
+    restored: dict[int, Tensor]
+    reference: dict[int, Tensor]
+    """Empty, unless a difference is added to it."""
 
 
 class NodeShard:
@@ -84,6 +95,8 @@ class NodeShard:
         """Own rows from a checkpoint, by chunk, until a gather has put them in place."""
         self._fingerprint: Tensor | None = None
         self._last_use: torch.Event | None = None
+        self._before: Before | None = None
+        """None: what is kept was used, or was filled for a use."""
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +127,31 @@ class NodeShard:
         if self.takes_differences and self.state is State.BEHIND and not is_due:
             return Send.DIFFERENCE
         return Send.WEIGHTS
+
+    def prepare(self, is_early: bool, device: torch.device) -> None:
+        """Before each gather. is_early: nobody has asked for the weights yet, and perhaps nobody will."""
+        self.notice_operations()
+        send = self.next_send
+        if send is Send.NOTHING:
+            return
+        reference: dict[int, Tensor] = {}
+        if is_early and send is Send.DIFFERENCE and not self._restored:
+            with self.in_use(device):
+                reference = {chunk: kept.clone() for chunk, kept in self._kept.items()}
+        kept = Before(self.state, self._fingerprint, self.differences, self._restored, reference)
+        self._before = kept if is_early else None
+
+    def used(self) -> None:
+        """The weights of the last gather are computed with."""
+        self._before = None
+
+    def undo_unused(self) -> None:
+        """Go back to before the last gather, if it was early and nobody has used it."""
+        if self._before is not None:
+            before, self._before = self._before, None
+            self.state, self._fingerprint, self.differences, self._restored, reference = before
+            for chunk, kept in reference.items():
+                self._kept[chunk].copy_(kept)
 
     def restored_row(self, chunk: int) -> Tensor | None:
         """The own row of a chunk from a checkpoint, if it is not in place yet."""
@@ -190,7 +228,7 @@ class NodeShard:
         """The weights are others now: the next gather sends all of them. The memory is kept for it."""
         self._told_version = self._weights_version()
         self.state = State.EMPTY
-        self._restored = {}
+        self._restored, self._before = {}, None
 
     def release(self) -> None:
         """Give up the memory. The next gather sends the weights again, and allocates anew."""
