@@ -12,6 +12,7 @@ ELSEWHERE = {
     "comm/wire": "comm/test_all_gather",  # hops, and what they count
     "applying": "test_handle",  # what apply returns, and refuses
     "file_lock": "quant/test_cpu",  # kernels that two processes compile
+    "fsdp_post_backward": "test_unused",  # parameters with and without gradients
     "kept": "test_accumulation",  # against the memory that is there
     "process_exit": "test_ranks",  # ranks that a signal ends
     "plan/catalog": "plan/test_hardware",

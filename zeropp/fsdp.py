@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import reduce
-from types import MethodType
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .comm import AllGather, Piece, ReduceScatter, Weight
 from .comm.lanes import LaneWork
+from .fsdp_post_backward import PostBackward, is_held
 from .fsdp_versions import CONTEXT, READER, check, check_parts, compute_dtype, sharded_parameter
 
 logger = logging.getLogger("zeropp")
@@ -48,8 +48,7 @@ class Unit:
         self.modules: list[Any] = [module]
         """All of them."""
         self._param_groups = param_groups  # one, except with a mesh per parameter
-        self._with_gradients: set[int] | None = None  # ids of what the last backward reduced
-        self._needs_unused: Callable[[], bool] = lambda: False  # see `send_unused_while`
+        self._backward = PostBackward(param_groups)
 
     @property
     def name(self) -> str:
@@ -115,7 +114,7 @@ class Unit:
         """The parameters of a rank's shard of gradients, in their order: in a backward, those that FSDP2
         reduces in it; before, all that are trained, in the order of weights (a guess from torch 2.15 on)."""
         order = [p for group in self._param_groups for p in READER.reduce_order(group)]
-        reduced = self._with_gradients
+        reduced = self._backward.reduced
         if reduced is None:
             reduced = {id(p) for p in order if sharded_parameter(p).requires_grad}
         sizes = [p.padded_sharded_param_size for p in order if id(p) in reduced]
@@ -183,44 +182,22 @@ class Unit:
         """Put comms in place: ours, or any objects with their `allocate` and `__call__`."""
         self.module.set_custom_all_gather(all_gather)
         self.module.set_custom_reduce_scatter(reduce_scatter)
-        self._wrap_post_backward()
-
-    def _wrap_post_backward(self) -> None:
-        for group in self._param_groups:
-            vars(group)["post_backward"] = MethodType(self._post_backward, group)
-
-    def _post_backward(self, group: Any, *unused: Any) -> None:
-        """FSDP2's own, after a note of the parameters with a gradient: FSDP2 packs those and tells nobody."""
-        as_set = group.reduce_scatter_unused_params
-        group.reduce_scatter_unused_params = sends_unused = as_set or self._needs_unused()
-        params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        if group.reduce_grads and sends_unused:
-            READER.bring_to_one_dtype(params)
-        sent = [p for p in params if _held(p) or (sends_unused and p._unsharded_param.requires_grad)]
-        self._with_gradients = {id(p) for p in sent}
-        try:
-            type(group).post_backward(group, *unused)
-        finally:
-            group.reduce_scatter_unused_params = as_set
+        self._backward.install()
 
     def restore(self) -> None:
         """Give the unit back to FSDP2."""
         self.module.set_custom_all_gather(collectives.DefaultAllGather())
         self.module.set_custom_reduce_scatter(collectives.DefaultReduceScatter())
-        self._with_gradients = None
         self.send_unused_as_set()
 
     def send_unused_while(self, is_needed: Callable[[], bool]) -> None:
         """Reduce parameters without a gradient as zeros in each backward in which `is_needed()`, so that
         reductions have one layout. In others, FSDP2 does what the user has set."""
-        self._needs_unused = is_needed
-        self._wrap_post_backward()
+        self._backward.send_unused_while(is_needed)
 
     def send_unused_as_set(self) -> None:
         """Undo `send_unused_while`, and what `install` has wrapped."""
-        self._needs_unused = lambda: False
-        for group in self._param_groups:
-            vars(group).pop("post_backward", None)
+        self._backward.remove()
 
     def on_all_reduce(self, react: Callable[[Tensor], None]) -> None:
         """Call `react` with the shard of gradients whenever it has been reduced over all replicas of HSDP."""
@@ -239,12 +216,12 @@ class Unit:
     @property
     def holds_gradients(self) -> bool:
         """Whether FSDP2 has gradients that it was told not to reduce, or not over all replicas."""
-        return self.holds_partial_sums or any(_held(p) for p in self._fsdp_params)
+        return self.holds_partial_sums or any(is_held(p) for p in self._fsdp_params)
 
     def drop_held_gradients(self) -> None:
         for group in self._param_groups:
             group._partial_reduce_output = None
-            for param in filter(_held, group.fsdp_params):
+            for param in filter(is_held, group.fsdp_params):
                 param._unsharded_param.grad = None
                 if READER.accumulates_apart:
                     param.unsharded_accumulated_grad = None
@@ -272,9 +249,8 @@ class Unit:
         evaluations since the last backward, too. With a backward prefetch of the user's it does not count
         down."""
         counts_down = not self.module._get_fsdp_state()._states_to_backward_prefetch
-        return any(
-            len(group._post_forward_indices) > (0 if counts_down else 1) for group in self._param_groups
-        )
+        least = 0 if counts_down else 1
+        return any(len(group._post_forward_indices) > least for group in self._param_groups)
 
     @property
     def device(self) -> torch.device:
@@ -417,11 +393,6 @@ def find_units(model: nn.Module) -> list[Unit]:
 def gather_copies() -> tuple[Any, Any]:
     """FSDP2's operations around an all-gather: shards into the buffer, and the buffer into parameters."""
     return torch.ops.fsdp.all_gather_copy_in, torch.ops.fsdp.split_with_sizes_copy
-
-
-def _held(param: Any) -> bool:
-    unsharded = getattr(param, "_unsharded_param", None)  # made in the first forward
-    return unsharded is not None and not (param.unsharded_accumulated_grad is unsharded.grad is None)
 
 
 def _clean(name: str) -> str:

@@ -34,7 +34,7 @@ FAMILIES = (
 )
 ALL = (0, 1)
 PARTS = ("outcome", "weights and losses of forwards", "pending", "gradients", "weights")
-"""Of an entry."""
+"""The parts of an entry."""
 BREAKABLE: dict[str, tuple[type, str]] = {
     "drop_pending": (ReduceScatter, "drop_pending"),
     "after_step": (AllGather, "after_step"),
