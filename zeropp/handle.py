@@ -154,7 +154,7 @@ class ZeroPP:
         self.search = search
         self.install()
         if self._accumulates and search is None:  # a search has warned of all that it tries
-            warn_if_large(self.unit_comms, self._will_keep)
+            warn_if_large(unit_comms, self._will_keep)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """An optimizer of this model has stepped: the search for a Config goes on."""
@@ -274,7 +274,6 @@ class ZeroPP:
             self._accumulates = True
             kept = self._will_keep if self.search is None else self.search.kept
             warn_if_large(self.unit_comms, kept)
-            listen(self)
 
     def flush(self) -> None:
         """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:
@@ -344,6 +343,7 @@ class ZeroPP:
 
     def gradients_zeroed(self, params: set[int]) -> None:
         """zero_grad() ran for the parameters with these ids: what is pending for them goes, too."""
+        self._shared.overlap.forget_failed()
         for comms in self.unit_comms:
             if comms.has_pending and comms.gradients.zeroed(params):
                 comms.drop_pending()
@@ -376,6 +376,7 @@ class ZeroPP:
 
     def install(self) -> None:
         """Put the comms in place. Called by `apply`."""
+        listen(self)
         for comms in self.unit_comms:
             comms.unit.send_unused_while(comms.needs_all_gradients)
         for comms, all_gather, reduce_scatter in self._installed():

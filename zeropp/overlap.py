@@ -216,6 +216,12 @@ class Overlap:
         self.prefetch = ForwardPrefetch()
         self.units: set[Unit] = set()
 
+    def forget_failed(self) -> None:
+        """Between two backwards: wait for reductions of a backward that has raised, before somebody writes to
+        `.grad` or reads it."""
+        if not is_in_backward():
+            self.late.forget_failed()
+
     def give_up_gathers(self) -> None:
         """Without waiting: see [Note: Gathered and not used]. On other ranks they may wait for this one."""
         for unit in self.units:
@@ -238,8 +244,7 @@ class UnitOverlap:
 
     def before_gather(self) -> None:
         """Called in the training thread."""
-        if not is_in_backward():
-            self._overlap.late.forget_failed()
+        self._overlap.forget_failed()
         self._overlap.prefetch.gathers(self._unit)
 
     def gather_failed(self) -> None:

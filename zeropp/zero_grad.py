@@ -10,7 +10,7 @@ becomes None, they must go with it, or must not, and nothing about None says whi
                                       or taken is for the loop to say, by `drop_pending_gradients()`.
 
 torch has hooks around step() and none around zero_grad(), so `Optimizer.zero_grad` and `Module.zero_grad` are
-wrapped, when the first model accumulates. An optimizer that overrides it without calling it falls under the
+wrapped by the first `apply`. An optimizer that overrides it without calling it falls under the
 third line. All of this is done by the training loop, on all ranks alike.
 """
 
