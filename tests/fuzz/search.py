@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.fuzz.machine import Entry, Machine, Variant
 from tests.fuzz.programs import Program, shrink
@@ -64,29 +64,37 @@ def run_programs(
 
 
 def _failure_of(program: Program, broken: str, families: tuple[int, ...]) -> Failure | None:
+    """The first difference on this rank. All variants run first: other ranks may see no difference."""
+    found: list[Failure] = []
     for which in families:
-        family = FAMILIES[which]
-        expected = _trace(program, family[0])
-        for variant in family[1:]:
-            with _without(broken if variant is family[-1] else ""):
+        first, *others = FAMILIES[which]
+        expected = _trace(program, first)
+        for variant in others:
+            with _without(broken if variant is others[-1] else ""):
                 trace = _trace(program, variant)
-            for number, (mine, theirs) in enumerate(zip(trace, expected, strict=True)):
-                for entry, who in ((theirs, family[0]), (mine, variant)):
-                    if entry[0] == "error":
-                        what = f"action {number}, {_name(program, number)}, raises with {who}"
-                        return Failure(f"{what}:\n{entry[1]}", (which,), number)
-                if mine[0] == "not used":  # what was saved; a warning has said so, and bits differ from here
-                    break
-                for part, ours, other in zip(PARTS, mine, theirs, strict=True):
-                    if ours != other:
-                        where = f"after action {number}, {_name(program, number)}: {part}"
-                        reason = f"{where}\n{variant}: {ours}\n{family[0]}: {other}"
-                        return Failure(reason, (which,), number)
-    return None
+            number, reason = _difference(program, (first, expected), (variant, trace))
+            found += [Failure(reason, (which,), number)] if reason else []
+    return found[0] if found else None
 
 
-def _name(program: Program, number: int) -> Any:
-    return program.actions[number] if number < len(program.actions) else "close"
+def _difference(
+    program: Program, expected: tuple[Variant, list[Entry]], other: tuple[Variant, list[Entry]]
+) -> tuple[int, str]:
+    """The number of the first action that two variants show differently, and how; or no text."""
+    for number, (theirs, mine) in enumerate(zip(expected[1], other[1], strict=True)):
+        name = program.actions[number] if number < len(program.actions) else "close"
+        for variant, entry in ((expected[0], theirs), (other[0], mine)):
+            if entry[0] == "error":
+                return number, f"action {number}, {name}, raises with {variant}:\n{entry[1]}"
+        if mine[0] == "not used":  # what was saved: a warning has said so, and bits differ from here
+            break
+        for part, ours, plain in zip(PARTS, mine, theirs, strict=True):
+            if ours != plain:
+                return (
+                    number,
+                    f"after action {number}, {name}: {part}\n{other[0]}: {ours}\n{expected[0]}: {plain}",
+                )
+    return 0, ""
 
 
 def _trace(program: Program, variant: Variant) -> list[Entry]:
