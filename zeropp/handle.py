@@ -272,8 +272,7 @@ class ZeroPP:
     def _accumulate(self) -> None:
         if not self._accumulates:
             self._accumulates = True
-            kept = self._will_keep if self.search is None else self.search.kept
-            warn_if_large(self.unit_comms, kept)
+            warn_if_large(self.unit_comms, self._will_keep if self.search is None else self.search.kept)
 
     def flush(self) -> None:
         """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:

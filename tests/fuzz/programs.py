@@ -92,13 +92,19 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
             else:
                 start += size
         size //= 2
-    for at, action in enumerate(program.actions):
-        for simpler in _simpler(action):
-            actions = (*program.actions[:at], simpler, *program.actions[at + 1 :])
-            if fails(changed := replace(program, actions=actions)):
-                program = changed
-                break
+    for at in range(len(program.actions)):
+        while (changed := _simplify(program, at, fails)) is not None:
+            program = changed
     return program
+
+
+def _simplify(program: Program, at: int, fails: Callable[[Program], bool]) -> Program | None:
+    """The program with one action made simpler, if it still fails."""
+    for simpler in _simpler(program.actions[at]):
+        actions = (*program.actions[:at], simpler, *program.actions[at + 1 :])
+        if fails(changed := replace(program, actions=actions)):
+            return changed
+    return None
 
 
 def _simpler(action: Action) -> Iterator[Action]:
@@ -108,7 +114,7 @@ def _simpler(action: Action) -> Iterator[Action]:
     if action[0] in ("backward", "evaluate", "fail"):
         plan = action[1]
         shorter = {*plan, *(plan[:at] + plan[at + 1 :] for at in range(len(plan)))} - {plan, ""}
-        for simpler in (*sorted(shorter, key=len), "abc"):
+        for simpler in (*sorted(shorter, key=len), plan.lower()):
             if simpler != plan:
                 yield (action[0], simpler, *action[2:])
 
