@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 def run_programs(
     programs: list[Program], broken: str = "", families: tuple[int, ...] = ALL
 ) -> list[Failure | None]:
-    """For each program, on this rank: how it fails, or None. `broken`: what all but the first variants lack."""
+    """How each program fails on this rank, or None. `broken`: what all but the first variants lack."""
     logging.getLogger("zeropp").setLevel(logging.ERROR)
     try:
         return [_failure_of(program, broken, families) for program in programs]
