@@ -26,7 +26,7 @@ SECONDS_BETWEEN_LINES = 10.0
 @dataclass
 class Options:
     """Train a small GPT on the Python standard library's sources, with plain FSDP2 and with zeropp, on two
-    nodes of two ranks each, and show both side by side. Takes 1 to 3 minutes on two cores."""
+    nodes of two ranks each, and show both side by side. Takes two to three minutes on two busy cores."""
 
     folder: Path = Path("runs/demo")
     """For both runs and the report; an earlier demonstration in it is replaced."""

@@ -44,8 +44,9 @@ SIZE = (
 """About 0.5M parameters, for two cores that four ranks share; the same on all machines, to compare losses."""
 PRECISION = ("--model.precision", "fp32")
 """Some CPUs compute in bf16, and FSDP2 sends what it computes with: the table must say the same on all."""
-START_SECONDS, OPEN_STEP_SECONDS = 8.0, 0.15
-"""On two cores of an Intel Xeon with AVX-512: a job until its first step, and a step on open links."""
+START_SECONDS, OPEN_STEP_SECONDS = 10.0, 0.18
+"""First guess of the time left: a job without its steps, and a step on open links. Roughly those of an Intel
+Xeon with two cores; `TimeLeft` corrects them."""
 
 MARK = ".zeropp-demo"
 """A file in each folder that a demonstration has made."""
