@@ -93,30 +93,23 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
                 start += size
         size //= 2
     for at in range(len(program.actions)):
-        while (changed := _simplify(program, at, fails)) is not None:
-            program = changed
+        while (simpler := next(filter(fails, _simpler(program, at)), None)) is not None:
+            program = simpler
     return program
 
 
-def _simplify(program: Program, at: int, fails: Callable[[Program], bool]) -> Program | None:
-    """The program with one action made simpler, if it still fails."""
-    for simpler in _simpler(program.actions[at]):
-        actions = (*program.actions[:at], simpler, *program.actions[at + 1 :])
-        if fails(changed := replace(program, actions=actions)):
-            return changed
-    return None
-
-
-def _simpler(action: Action) -> Iterator[Action]:
-    """The same action with a shorter plan, the shortest first."""
+def _simpler(program: Program, at: int) -> Iterator[Program]:
+    """The same program with a shorter plan in one action, the shortest first."""
+    before, action, after = program.actions[:at], program.actions[at], program.actions[at + 1 :]
+    shorter: list[Action] = []
     if action[0] == "backward" and len(action) > 2:
-        yield action[:2]
+        shorter.append(action[:2])
     if action[0] in ("backward", "evaluate", "fail"):
         plan = action[1]
-        shorter = {*plan, *(plan[:at] + plan[at + 1 :] for at in range(len(plan)))} - {plan, ""}
-        for simpler in (*sorted(shorter, key=len), plan.lower()):
-            if simpler != plan:
-                yield (action[0], simpler, *action[2:])
+        plans = {*plan, *(plan[:letter] + plan[letter + 1 :] for letter in range(len(plan)))} - {plan, ""}
+        shorter += [(action[0], simpler, *action[2:]) for simpler in sorted(plans, key=lambda p: (len(p), p))]
+    for simpler in shorter:
+        yield replace(program, actions=(*before, simpler, *after))
 
 
 def as_script(program: Program, seed: int | None = None) -> str:

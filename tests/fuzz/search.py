@@ -39,7 +39,7 @@ BREAKABLE: dict[str, tuple[type, str]] = {
     "drop_pending": (ReduceScatter, "drop_pending"),
     "after_step": (AllGather, "after_step"),
 }
-"""Methods that variants can be run without, to show that the search finds it."""
+"""Methods that a variant can lack, to show that the search finds it."""
 
 
 class Failure(NamedTuple):
@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 def run_programs(
     programs: list[Program], broken: str = "", families: tuple[int, ...] = ALL
 ) -> list[Failure | None]:
-    """How each program fails on this rank, or None. `broken`: what all but the first variants lack."""
+    """For each program, on this rank: how it fails, or None. `broken`: what the second variants lack."""
     logging.getLogger("zeropp").setLevel(logging.ERROR)
     try:
         return [_failure_of(program, broken, families) for program in programs]
@@ -70,7 +70,7 @@ def _failure_of(program: Program, broken: str, families: tuple[int, ...]) -> Fai
         first, *others = FAMILIES[which]
         expected = _trace(program, first)
         for variant in others:
-            with _without(broken):
+            with _without(broken if variant is others[0] else ""):
                 trace = _trace(program, variant)
             number, reason = _difference(program, (first, expected), (variant, trace))
             found += [Failure(reason, (which,), number)] if reason else []

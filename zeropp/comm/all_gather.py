@@ -215,7 +215,10 @@ class AllGather:
         refuse_capture(self.wire.unit, device)
         self.wire.alarm.raise_if_known()
         is_early = self._is_early()
-        self._stepped_before = self._has_stepped if is_early else None
+        if not is_early:
+            self._stepped_before = None
+        elif self._stepped_before is None:  # of several early gathers, the first
+            self._stepped_before = self._has_stepped
         for part in self.groups:
             if part.node_shard is not None:
                 part.node_shard.prepare(is_early, device)
