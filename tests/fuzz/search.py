@@ -32,12 +32,12 @@ FAMILIES = (
         Variant("lossy", secondary=False, resumes=True),
     ),
 )
-ALL = (0, 1)
+EXACT, LOSSY = ALL = (0, 1)
 PARTS = ("outcome", "weights and losses of forwards", "pending", "gradients", "weights")
 """The parts of an entry."""
 BREAKABLE: dict[str, tuple[type, str]] = {
-    "drop_pending": (ReduceScatter, "drop_pending"),
     "after_step": (AllGather, "after_step"),
+    "drop_pending": (ReduceScatter, "drop_pending"),
 }
 """Methods that a variant can lack, to show that the search finds it."""
 

