@@ -75,9 +75,10 @@ class Config:
 
     rotate: bool | Literal["auto"] = "auto"
     """Rotate gradients (a Hadamard transform of every 64 elements) before they are quantized, and turn them
-    back after the last sum. It spreads outliers; see quant/rotation.py. True needs an integer codec of
-    gradients, and block_size >= 64; "auto" is True where it has both, as in the default, and False elsewhere:
-    see `rotates`."""
+    back after the last sum. It spreads outliers; see quant/rotation.py. A parameter whose rows (slices
+    of dimension 0) are no multiple of 64 elements is not rotated: see comm/chunks.py. True needs an integer
+    codec of gradients, and block_size >= 64; "auto" is True where it has both, as in the default, and False
+    elsewhere: see `rotates`."""
 
     rounding: Rounding = "nearest"
     """How gradients become integers. "stochastic" is exact in the mean, and has about 1.7 times the error."""
@@ -89,7 +90,7 @@ class Config:
 
     seed: int = 0
     """Seed of rounding at random (rounding="stochastic", gradients_pending="bf16"). Noise also depends on
-    rank, unit, hop and step."""
+    the rank's position in its shard group, the hop, the step and an element's position in its parameter."""
 
     route: Route = "two-hop"
     """"two-hop": one hop between ranks of equal position on all nodes, one inside the node. "flat": one hop
