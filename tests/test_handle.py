@@ -40,7 +40,7 @@ def test_apply_before_init_process_group() -> None:
 
 
 def _bad_inputs() -> dict[str, str]:
-    net = make_net()
+    net, before = make_net(), len(watching())  # a thread of the job before may still hold one
     errors = {
         "unsharded": error_of(zeropp.apply, nn.Linear(2, 2)),
         "no config": error_of(zeropp.apply, net, "int8"),
@@ -50,7 +50,7 @@ def _bad_inputs() -> dict[str, str]:
         "late": error_of(zeropp.apply, net, ON_2X2, overrides={"blocks.1": zeropp.Config(node_size=3)}),
     }
     assert comm_types(net) == {"DefaultAllGather"}  # nothing was half applied
-    assert not watching()
+    assert len(watching()) <= before
     return errors
 
 

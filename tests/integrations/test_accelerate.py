@@ -168,7 +168,7 @@ def test_lora_sends_what_is_trained(ranks: Ranks, dtype: torch.dtype) -> None:
     for losses, without, sent in ranks.run(_lora, dtype):
         assert losses == without
         assert sent[0] > 5  # the base, once
-        assert sent[1:] == pytest.approx([0.771] * 3, abs=0.002)  # the figure of the docs
+        assert sent[1:] == pytest.approx([0.791] * 3, abs=0.002)  # the figure of the docs
 
 
 def _merge(tell: bool) -> tuple[float, float, str]:

@@ -152,7 +152,7 @@ def test_off_is_plain_bit_for_bit_and_the_default_is_close(
 def test_lora_sends_what_is_trained(ranks: Ranks, tmp_path: Path) -> None:
     for _, sent in ranks.run(_train, str(tmp_path), CONFIGS["default"], 1, True):
         assert sent[0] > 5  # the base, once
-        assert sent[1:] == pytest.approx([0.771] * 2, abs=0.002)  # the figure of the docs
+        assert sent[1:] == pytest.approx([0.791] * 2, abs=0.002)  # the figure of the docs
 
 
 def _resume(config: zeropp.Config, folder: str) -> tuple[list[float], list[float]]:
