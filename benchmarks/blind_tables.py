@@ -24,15 +24,15 @@ from rich.progress import track
 from rich.table import Table
 
 from zeropp.config import Config
-from zeropp.models.gpt import GPT, GPTConfig
-from zeropp.plan.catalog import FITTED_SHARE, find_hardware
-from zeropp.plan.dry_run import dry_run
-from zeropp.plan.hardware import Hardware
-from zeropp.plan.models import Model, resolve
-from zeropp.plan.scenario import Scenario
-from zeropp.plan.timeline import simulate
-from zeropp.plan.trace import Event, Gather, Trace
-from zeropp.strategies import Strategy, find_strategy
+from zeropp.tools.models.gpt import GPT, GPTConfig
+from zeropp.tools.plan.catalog import FITTED_SHARE, find_hardware
+from zeropp.tools.plan.dry_run import dry_run
+from zeropp.tools.plan.hardware import Hardware
+from zeropp.tools.plan.models import Model, resolve
+from zeropp.tools.plan.scenario import Scenario
+from zeropp.tools.plan.timeline import simulate
+from zeropp.tools.plan.trace import Event, Gather, Trace
+from zeropp.tools.strategies import Strategy, find_strategy
 
 LLAMA = resolve(f"hf:{Path(__file__).parent / 'data' / 'llama_3_1_8b.json'}")
 TORCHTITAN = {"eager": {8: 5762, 128: 5605}, "compiled": {8: 6667, 128: 6514}}

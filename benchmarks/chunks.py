@@ -17,11 +17,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zeropp.bench.ranks import Ranks
-from zeropp.bench.workload import Workload
-from zeropp.lab import Cluster
-from zeropp.lab.link_properties import UNLIMITED
-from zeropp.strategies import Strategy, find_strategy
+from zeropp.tools.bench.ranks import Ranks
+from zeropp.tools.bench.workload import Workload
+from zeropp.tools.lab import Cluster
+from zeropp.tools.lab.link_properties import UNLIMITED
+from zeropp.tools.strategies import Strategy, find_strategy
 
 COUNTS = (1, 2)
 

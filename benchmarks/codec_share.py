@@ -23,7 +23,7 @@ from rich.table import Table
 from torch.distributed.fsdp import fully_shard
 
 import zeropp
-from zeropp.labels import Label, profile_all_threads
+from zeropp.comm.profiler_labels import Label, profile_all_threads
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # type: ignore[import-not-found, unused-ignore]

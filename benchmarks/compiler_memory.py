@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import zeropp
-from zeropp.peak_memory import PeakMemory
+from zeropp.tools.peak_memory import PeakMemory
 
 STEPS = 3
 MIB = 2**20

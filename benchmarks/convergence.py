@@ -28,8 +28,8 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from zeropp import Config
-from zeropp.models.loading import ModelConfig
-from zeropp.train.config import (
+from zeropp.tools.models.loading import ModelConfig
+from zeropp.tools.train.config import (
     BatchConfig,
     EvaluationConfig,
     OptimizerConfig,
@@ -37,9 +37,9 @@ from zeropp.train.config import (
     ScheduleConfig,
     read_run,
 )
-from zeropp.train.data import DataConfig
-from zeropp.train.trainer import Trainer
-from zeropp.train.world import World, join_world
+from zeropp.tools.train.data import DataConfig
+from zeropp.tools.train.trainer import Trainer
+from zeropp.tools.train.world import World, join_world
 
 NODE_SIZE = 2
 TEXT_BYTES = 1_115_394  # as many as tinyshakespeare has

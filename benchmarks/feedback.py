@@ -1,4 +1,4 @@
-"""Error feedback, step by step: which moving average to keep (`AVERAGE` in zeropp/comm/feedback.py).
+"""Error feedback, step by step: which moving average to keep (`AVERAGE` in zeropp/comm/error_feedback.py).
 
     python benchmarks/feedback.py
 
@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from zeropp.comm import Ledger, feedback
+from zeropp.comm import Ledger
+from zeropp.comm import error_feedback as feedback
 from zeropp.comm.layout import ErrorCodecs, HopCodec
 from zeropp.comm.ledger import KEPT_ERRORS
 from zeropp.quant import BlockCodec, BlockFormat

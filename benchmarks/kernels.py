@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from zeropp.quant import cpu
+from zeropp.quant.cpu import launch as cpu
 from zeropp.quant.formats import BlockFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from zeropp.bench.results import Cell, Results
-from zeropp.strategies import DEFAULT, Strategy, find_strategy
+from zeropp.tools.bench.results import Cell, Results
+from zeropp.tools.strategies import DEFAULT, Strategy, find_strategy
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20

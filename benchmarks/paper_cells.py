@@ -26,15 +26,15 @@ from rich.progress import track
 from rich.table import Table
 
 from zeropp.config import Config
-from zeropp.models.gpt import GPT, GPTConfig
-from zeropp.plan.catalog import find_hardware
-from zeropp.plan.dry_run import dry_run
-from zeropp.plan.hardware import Hardware
-from zeropp.plan.models import Model
-from zeropp.plan.scenario import Scenario
-from zeropp.plan.timeline import Timeline, simulate
-from zeropp.plan.trace import Trace
-from zeropp.strategies import Strategy, find_strategy
+from zeropp.tools.models.gpt import GPT, GPTConfig
+from zeropp.tools.plan.catalog import find_hardware
+from zeropp.tools.plan.dry_run import dry_run
+from zeropp.tools.plan.hardware import Hardware
+from zeropp.tools.plan.models import Model
+from zeropp.tools.plan.scenario import Scenario
+from zeropp.tools.plan.timeline import Timeline, simulate
+from zeropp.tools.plan.trace import Trace
+from zeropp.tools.strategies import Strategy, find_strategy
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "zeropp_paper.json").read_text())
 VOCABULARY = 50304

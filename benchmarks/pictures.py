@@ -17,13 +17,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from zeropp.bench.results import Results
 from zeropp.comm.ledger import Ledger
-from zeropp.pages import WORK_COLORS, Chart, Phase, Span, Step, timelines
-from zeropp.pages.cluster import draw_cluster
-from zeropp.pages.page import CHART_STYLE, COLORS
-from zeropp.pages.traffic import carried
-from zeropp.report.bench_page import bytes_chart, headline, step_chart
+from zeropp.tools.bench.results import Results
+from zeropp.tools.pages import WORK_COLORS, Chart, Phase, Span, Step, timelines
+from zeropp.tools.pages.cluster import draw_cluster
+from zeropp.tools.pages.page import CHART_STYLE, COLORS
+from zeropp.tools.pages.traffic import carried
+from zeropp.tools.report.bench_page import bytes_chart, headline, step_chart
 
 DOCS = Path(__file__).parents[1] / "docs"
 NODES = [[0, 1], [2, 3]]

@@ -18,19 +18,19 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zeropp.bench.results import Results
-from zeropp.bench.run import Settings, run_bench
-from zeropp.bench.workload import Workload
-from zeropp.lab import Cluster
-from zeropp.lab.link_properties import format_rate
-from zeropp.plan.catalog import find_hardware
-from zeropp.plan.dry_run import dry_run
-from zeropp.plan.hardware import Hardware
-from zeropp.plan.models import Model
-from zeropp.plan.scenario import Scenario
-from zeropp.plan.timeline import KINDS, Timeline, simulate
-from zeropp.plan.trace import Compute, Trace
-from zeropp.strategies import COMPUTE, STRATEGIES, find_strategy
+from zeropp.tools.bench.results import Results
+from zeropp.tools.bench.run import Settings, run_bench
+from zeropp.tools.bench.workload import Workload
+from zeropp.tools.lab import Cluster
+from zeropp.tools.lab.link_properties import format_rate
+from zeropp.tools.plan.catalog import find_hardware
+from zeropp.tools.plan.dry_run import dry_run
+from zeropp.tools.plan.hardware import Hardware
+from zeropp.tools.plan.models import Model
+from zeropp.tools.plan.scenario import Scenario
+from zeropp.tools.plan.timeline import KINDS, Timeline, simulate
+from zeropp.tools.plan.trace import Compute, Trace
+from zeropp.tools.strategies import COMPUTE, STRATEGIES, find_strategy
 
 TARGET = 0.15
 MEASURE_SECONDS = 180.0

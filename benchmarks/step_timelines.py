@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from zeropp.bench.profile import part_of
-from zeropp.bench.training import FsdpTraining
-from zeropp.bench.workload import Workload
-from zeropp.labels import profile_all_threads
-from zeropp.strategies import find_strategy
+from zeropp.comm.profiler_labels import profile_all_threads
+from zeropp.tools.bench.profile import part_of
+from zeropp.tools.bench.training import FsdpTraining
+from zeropp.tools.bench.workload import Workload
+from zeropp.tools.strategies import find_strategy
 
 WORKLOAD = Workload(layers=6, width=384, context=128, batch=4)
 STRATEGIES = ("wire16", "default")

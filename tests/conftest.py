@@ -6,8 +6,8 @@ from hypothesis import settings
 
 from tests.examples import SUITE
 from tests.ranks import Ranks
-from zeropp.amx import cap_onednn
-from zeropp.lab.enter_node import interrupt_nobody
+from zeropp.tools.amx import cap_onednn
+from zeropp.tools.lab.enter_node import interrupt_nobody
 
 cap_onednn()  # in every process that tests start: the same bits with and without AMX, and no SIGILL
 interrupt_nobody()  # tests start ranks as a lab does: more than there are cores

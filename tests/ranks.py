@@ -33,8 +33,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeropp.process_exit import advise_on_exit, describe_exit
-from zeropp.quick_import import import_quickly
+from zeropp.tools.process_exit import advise_on_exit, describe_exit
+from zeropp.tools.quick_import import import_quickly
 
 HANG_SECONDS = 900.0
 """Limit for anything that takes seconds on a quiet machine: it ends a hang, and nothing that is only slow."""
@@ -44,8 +44,8 @@ FAULT_LINES = 30
 IMPORTED = (
     "torch._dynamo",  # FSDP2 imports it when it shards
     "torch.distributed.checkpoint",
-    "zeropp.quant.cpu",
-    "zeropp.train.loop",
+    "zeropp.quant.cpu.launch",
+    "zeropp.tools.train.loop",
     "tests.configs",
     "tests.training",
 )

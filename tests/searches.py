@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import zeropp
 from tests.training import Trainer
-from zeropp import auto
-from zeropp.auto import DEFAULT, NODE_SHARD, PLAIN, TIMED_STEPS, WARM_UP_STEPS, Search
+from zeropp import _auto as auto
+from zeropp._auto import DEFAULT, NODE_SHARD, PLAIN, TIMED_STEPS, WARM_UP_STEPS, Search
 
 NODES = {"LOCAL_WORLD_SIZE": "2"}
 OVERLAPPED = f"{PLAIN}, overlapped"

@@ -16,8 +16,8 @@ import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import Net, Trainer, batches, local, loss_of, make_net
-from zeropp.kept import Kept
-from zeropp.peak_memory import PeakMemory
+from zeropp._footprint import Footprint
+from zeropp.tools.peak_memory import PeakMemory
 
 EXACT = zeropp.Config(weights="none", gradients_in_node="none", gradients_across="none", node_size=2)
 ON_2X2 = zeropp.Config(node_size=2)
@@ -328,7 +328,7 @@ def _announced(config: zeropp.Config, options: dict[str, Any]) -> dict[str, Any]
     zpp = trainer.zpp
     assert zpp is not None
     told, summary = [comms.will_keep() for comms in zpp.unit_comms], zpp.summary()
-    assert all(comms.keeps() == Kept() for comms in zpp.unit_comms)
+    assert all(comms.keeps() == Footprint() for comms in zpp.unit_comms)
     warned = [record.getMessage() for record in handler.buffer]
     trainer.step()
     zpp.set_requires_cross_node_sync(False)
@@ -348,7 +348,7 @@ def test_what_is_kept_is_told_before(ranks: Ranks, name: str, options: dict[str,
     configs = CONFIGS | {"bf16 pending": replace(ON_2X2, gradients_pending="bf16")}
     for rank, found in enumerate(ranks.run(_announced, configs[name], options)):
         assert found["told"] == found["kept"]
-        total = sum(found["told"], Kept())
+        total = sum(found["told"], Footprint())
         assert total.node_shard
         assert total.pending
         for unit in found["told"]:

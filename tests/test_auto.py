@@ -31,7 +31,7 @@ from tests.searches import (
     until_chosen,
 )
 from tests.training import Trainer, batches, loss_of
-from zeropp.auto import DEFAULT, NODE_SHARD, PLAIN, Search
+from zeropp._auto import DEFAULT, NODE_SHARD, PLAIN, Search
 
 
 def _choose(what: Slow) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 import zeropp
 from tests.ranks import Ranks
 from tests.training import Trainer, local, loss_of, make_net
-from zeropp.fsdp import find_units
+from zeropp.fsdp2.units import find_units
 
 
 def _trainer(secondary: bool, **changes: Any) -> Trainer:

@@ -16,7 +16,7 @@ from torch import nn
 import zeropp
 from tests.ranks import Ranks
 from tests.training import Trainer, batches, local, loss_of, make_net
-from zeropp.optimizer_steps import watching
+from zeropp.fsdp2.optimizer_hooks import watching
 
 ON_2X2 = zeropp.Config(node_size=2)
 

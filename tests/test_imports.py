@@ -12,18 +12,19 @@ from typing import NamedTuple
 import pytest
 
 import zeropp
-from zeropp import fsdp_versions as fsdp
+from zeropp.fsdp2 import versions as fsdp
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "zeropp"
+TOOLS = "tools"
 PUBLIC = "zeropp"
 """The public API: what `zeropp/__init__.py` has."""
 
 MAY_KNOW_FSDP2 = {
-    "zeropp/fsdp.py": "is the adapter",
-    "zeropp/fsdp_versions.py": "has what differs of it between versions",
-    "tests/test_fsdp.py": "tests it, on FSDP2's own objects",
-    "tests/test_fsdp_versions.py": "takes parts of FSDP2 away",
+    "zeropp/fsdp2/units.py": "is the adapter",
+    "zeropp/fsdp2/versions.py": "has what differs of it between versions",
+    "tests/fsdp2/test_units.py": "tests it, on FSDP2's own objects",
+    "tests/fsdp2/test_versions.py": "takes parts of FSDP2 away",
     "tests/test_handle.py": "looks at which comms FSDP2 would call",
     "benchmarks/host_cost.py": "times FSDP2's own comms beside ours",
 }
@@ -75,7 +76,9 @@ def imports_of(module: str) -> Iterator[Import]:
 
 
 def room(module: str) -> str:
-    return module.split(".")[0]
+    """The folder of a module, or the module itself at the top level; each folder of `tools` is a room."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == TOOLS else parts[0]
 
 
 def covers(drawn: str, module: str) -> bool:
@@ -109,6 +112,13 @@ def needed_by(edge: tuple[str, str], found: Import) -> bool:
 def test_every_import_is_drawn() -> None:
     wrong = [found for found in IMPORTS if not any(needed_by(edge, found) for edge in EDGES)]
     assert not wrong, "draw it in CONTRIBUTING.md, or find another way"
+
+
+def test_the_library_imports_no_tool() -> None:
+    """One door: `ZeroPP.report` imports its page when it is called. `__main__` is a command."""
+    tools = [found for found in IMPORTS if found.imported.split(".")[0] == TOOLS]
+    library = {(found.importer, found.imported) for found in tools if found.importer.split(".")[0] != TOOLS}
+    assert library == {("__main__", "tools.cli"), ("_handle", "tools.pages.traffic")}
 
 
 def test_every_line_is_needed_and_names_what_there_is() -> None:

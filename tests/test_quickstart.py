@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zeropp.lab.job import TORCHRUN
+from zeropp.tools.lab.job import TORCHRUN
 
 ROOT = Path(__file__).parents[1]
 

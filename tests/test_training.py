@@ -15,7 +15,7 @@ import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import OPTIMIZERS, Trainer
-from zeropp.labels import Label, profile_all_threads
+from zeropp.comm.profiler_labels import Label, profile_all_threads
 
 ON_2X2 = zeropp.Config(node_size=2)
 

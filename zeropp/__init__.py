@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .applying import apply
+    from ._apply import apply
+    from ._handle import ZeroPP
     from .comm import Ledger, StaleWeightsError, Traffic
     from .config import Config
-    from .handle import ZeroPP
 
 __all__ = ["Config", "Ledger", "StaleWeightsError", "Traffic", "ZeroPP", "apply"]
 __version__ = "0.1.0"
@@ -20,8 +20,8 @@ _HOMES = {
     "Ledger": ".comm",
     "StaleWeightsError": ".comm",
     "Traffic": ".comm",
-    "ZeroPP": ".handle",
-    "apply": ".applying",
+    "ZeroPP": "._handle",
+    "apply": "._apply",
 }
 
 

@@ -48,7 +48,7 @@ class Config:
     """Codec of the weights on the wire (qwZ). "none" sends them as they are, "bf16" as 16-bit floats,
     "int8" and "int4" as block-quantized integers. Direct "int4" weights are known to ruin training; they
     are here to be measured. "delta-int4" sends across nodes what changed since the last time, as int4, and
-    needs the node shard, which is then in 16 bits: see comm/differences.py."""
+    needs the node shard, which is then in 16 bits: see comm/delta_weights.py."""
 
     secondary: bool = True
     """Keep the node shard (hpZ): while the weights are unchanged, a gather stays inside the node. Costs
@@ -85,8 +85,8 @@ class Config:
 
     error_feedback: bool = False
     """Add what the hop between nodes rounded off to the gradients of the next step. Costs 1 byte per
-    parameter / ranks per node in memory on every rank; saved by `ZeroPP.state_dict`. See comm/feedback.py.
-    Needs an integer codec of gradients_across, and route="two-hop"."""
+    parameter / ranks per node in memory on every rank; saved by `ZeroPP.state_dict`. See
+    comm/error_feedback.py. Needs an integer codec of gradients_across, and route="two-hop"."""
 
     seed: int = 0
     """Seed of rounding at random (rounding="stochastic", gradients_pending="bf16"). Noise also depends on
@@ -96,9 +96,9 @@ class Config:
     """"two-hop": one hop between ranks of equal position on all nodes, one inside the node. "flat": one hop
     over the whole group, as FSDP2's own collectives go. Gradients as "none" then take the backend's own
     reduce-scatter; as "bf16", the ring that NCCL would use, with NCCL's sums, rounded at each hop
-    (comm/ring.py). "int8" and "int4" are sent to each owner directly, an all-to-all, because a ring would
-    quantize them at each hop. Sent directly, rows cross nodes up to ranks-per-node times as often as in a
-    ring: integers belong on two hops."""
+    (comm/bf16_ring.py). "int8" and "int4" are sent to each owner directly, an all-to-all, because a ring
+    would quantize them at each hop. Sent directly, rows cross nodes up to ranks-per-node times as often as
+    in a ring: integers belong on two hops."""
 
     block_size: int = 128
     """Elements that share one bf16 scale in "int8" and "int4": a power of two from 32 to 4096. Smaller is
@@ -111,7 +111,7 @@ class Config:
 
     overlap: bool = True
     """On a CPU: send while the training thread computes, as FSDP2 does by itself on devices with streams,
-    where this changes nothing. Changes no value; False is for debugging. See overlap.py."""
+    where this changes nothing. Changes no value; False is for debugging. See cpu/overlap.py."""
 
     node_size: int | Literal["auto"] = "auto"
     """Ranks per node, in order of global rank: rank r is on node r // node_size. "auto" takes
@@ -245,7 +245,7 @@ class Config:
         """FSDP2 with 16-bit communication, as NCCL does it: the honest baseline.
 
         Weights are gathered as bf16. Gradients are reduced as bf16 in a ring that rounds at each hop: see
-        comm/ring.py. (With route="two-hop" they take zeropp's two hops, and sums are in fp32.)"""
+        comm/bf16_ring.py. (With route="two-hop" they take zeropp's two hops, and sums are in fp32.)"""
         bf16 = {"weights": "bf16", "gradients_in_node": "bf16", "gradients_across": "bf16"}
         return cls.off(**{**bf16, **changes})
 

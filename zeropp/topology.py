@@ -34,8 +34,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .groups import group_of, set_timeout, timeout_of, world
-from .wording import count
+from ._text import count
+from .process_groups import group_of, set_timeout, timeout_of, world
 
 HopName = Literal["in-node", "across", "flat"]
 
@@ -147,9 +147,9 @@ class Topology:
     def hops(self, direction: str = "", *, own_groups: bool = False) -> tuple[Hop, ...]:
         """The hops of a gather, (across, in-node), or the only one that this layout has. Collective.
 
-        A reduction takes them in reverse. The groups are made once and shared by all units: see groups.py.
-        Each `direction` has its own, so that gathers and reductions do not wait for each other's turn. An
-        only hop has the group that FSDP2 passes, unless `own_groups`.
+        A reduction takes them in reverse. The groups are made once and shared by all units: see
+        process_groups.py. Each `direction` has its own, so that gathers and reductions do not wait for each
+        other's turn. An only hop has the group that FSDP2 passes, unless `own_groups`.
         """
         if not self.is_even:
             raise ValueError(

@@ -77,7 +77,7 @@ def test_chunks_cover_a_row_in_whole_blocks(
     pieces = [*before, long, *after]
     segments = row_segments(pieces, block_size)
     numel = sum(piece.numel for piece in pieces)
-    cut = column_chunks(chunks.Cut(most), segments)
+    cut = column_chunks(chunks.ChunkPolicy(most), segments)
     assert 1 <= len(cut) <= most
     slices = [chunk.at for chunk in cut]
     assert [at.start for at in slices] == [0, *(at.stop for at in slices[:-1])]
@@ -98,9 +98,9 @@ def test_chunks_cover_a_row_in_whole_blocks(
 def test_a_number_of_chunks_is_obeyed_and_auto_knows_gloo(most: int, on_gloo: bool) -> None:
     numel = 16 * chunks.MIN_CHUNK_ELEMENTS
     row = [Segment(numel, 128)]
-    assert len(column_chunks(chunks.Cut.of(most, on_gloo), row)) == most
-    assert len(column_chunks(chunks.Cut.of("auto", on_gloo), row)) == (1 if on_gloo else 2)
-    assert len(column_chunks(chunks.Cut.of("auto", on_gloo), [Segment(2 * numel, 128)])) == 2
+    assert len(column_chunks(chunks.ChunkPolicy.of(most, on_gloo), row)) == most
+    assert len(column_chunks(chunks.ChunkPolicy.of("auto", on_gloo), row)) == (1 if on_gloo else 2)
+    assert len(column_chunks(chunks.ChunkPolicy.of("auto", on_gloo), [Segment(2 * numel, 128)])) == 2
 
 
 def test_no_segment_crosses_an_edge() -> None:

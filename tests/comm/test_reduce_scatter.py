@@ -21,8 +21,8 @@ from tests.configs import CONFIGS, PARAMETERS
 from tests.examples import examples
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, Piece, ReduceScatter, Scratch, Wire
-from zeropp.comm.lanes import LaneWork
 from zeropp.comm.reduction import scale_of
+from zeropp.cpu.comm_threads import ThreadWork
 from zeropp.topology import Topology
 
 LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]
@@ -283,13 +283,13 @@ def test_scale_of_an_unknown_operation() -> None:
 class _AlwaysLate:
     """Lets every reduction be late, and keeps the last one."""
 
-    work: LaneWork
+    work: ThreadWork
 
     def late_place(self, output: Tensor) -> Tensor | None:
         return output
 
     def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor, output: Tensor) -> None:
-        assert isinstance(work, LaneWork)
+        assert isinstance(work, ThreadWork)
         self.work, self.reduced = work, reduced
 
 

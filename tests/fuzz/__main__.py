@@ -8,7 +8,7 @@ import time
 
 from tests.fuzz.programs import as_script, generate
 from tests.fuzz.search import find_failure, pool_of_ranks, shrunk
-from zeropp.amx import cap_onednn
+from zeropp.tools.amx import cap_onednn
 
 BATCH = 8
 

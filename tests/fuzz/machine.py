@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import zeropp
 from tests.configs import CONFIGS
 from tests.fuzz.programs import BLOCKS, Action, Program
-from zeropp.fsdp import find_units
+from zeropp.fsdp2.units import find_units
 
 WIDTH, TOKENS, CLASSES = 12, 7, 5
 MOST_BYTES = 1 << 17

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.examples import examples
-from zeropp.quant import cpu, reference
+from zeropp.quant import reference
+from zeropp.quant.cpu import launch as cpu
 from zeropp.quant.formats import BlockFormat
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,7 +6,9 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeropp.quant import cpu, dry, reference
+from zeropp.quant import noop as dry
+from zeropp.quant import reference
+from zeropp.quant.cpu import launch as cpu
 from zeropp.quant.dispatch import implementation_for
 from zeropp.quant.formats import BlockFormat
 

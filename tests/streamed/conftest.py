@@ -3,8 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import Ranks
-
-from . import device
+from tests.streamed import device
 
 
 @pytest.fixture(scope="session")

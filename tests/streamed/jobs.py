@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.streamed import device
 from tests.training import batches, loss_of, make_net, mean_over_ranks
-
-from . import device
 
 
 @dataclass

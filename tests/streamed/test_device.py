@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks
-
-from . import device
+from tests.streamed import device
 
 
 def notices() -> dict[str, Any]:

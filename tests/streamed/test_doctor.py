@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from tests.doctor.visits import run
 from tests.ranks import Ranks
+from tests.streamed import device
+from tests.tools.doctor.visits import run
 from zeropp.comm import Wire
-from zeropp.doctor import collectives
-from zeropp.doctor.check import Check, Settings
-
-from . import device
+from zeropp.tools.doctor import collectives
+from zeropp.tools.doctor.check import Check, Settings
 
 
 def checks(settings: Settings) -> Iterator[Check]:

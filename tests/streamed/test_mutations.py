@@ -15,9 +15,8 @@ import pytest
 
 import zeropp
 from tests.ranks import Ranks
-
-from . import device
-from .jobs import Outcome, gather_beside, gather_on_two_streams, train
+from tests.streamed import device
+from tests.streamed.jobs import Outcome, gather_beside, gather_on_two_streams, train
 
 DEFAULT = asdict(zeropp.Config(node_size=2))
 
@@ -67,14 +66,14 @@ MUTATIONS = {
         "in memory that was freed since",
     ),
     "no wait for a gather beside the current stream": Mutation(
-        "comm/beside.py",
+        "comm/side_stream.py",
         "torch.accelerator.current_stream().wait_event(self._done)",
         "pass",
         gather_beside,
         "not ordered after",
     ),
     "a gather beside the current stream that does not wait for its input": Mutation(
-        "comm/beside.py",
+        "comm/side_stream.py",
         "side.wait_stream(torch.accelerator.current_stream())",
         "pass",
         gather_beside,

@@ -10,9 +10,8 @@ import pytest
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
-
-from . import device
-from .jobs import (
+from tests.streamed import device
+from tests.streamed.jobs import (
     change_weights_in_silence,
     gather_beside,
     gather_in_a_graph,

@@ -1,12 +1,12 @@
 """The two collectives, their wire and their ledger. Knows nothing of FSDP2 but how it calls a comm."""
 
-from .alarm import Alarm, StaleWeightsError
 from .all_gather import AllGather
 from .chunks import Piece
 from .column_groups import Weight
 from .ledger import Ledger, Traffic
 from .node_shard import NodeShard
 from .reduce_scatter import ReduceScatter
+from .stale_weights import Alarm, StaleWeightsError
 from .wire import Scratch, Wire
 
 __all__ = [

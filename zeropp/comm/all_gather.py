@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..config import Config
+from ..cpu.comm_threads import ThreadWork, lane
 from ..topology import Hop
-from .beside import run_beside
-from .capture import refuse_capture
 from .column_groups import Split, Weight, buffer_of, column_groups, split_of
+from .cuda_graphs import refuse_capture
 from .group_gather import GroupGather
-from .lanes import LaneWork, lane
 from .layout import kept_codec_name, meaning_of, why_not_the_same
 from .node_shard import NodeShard
 from .pipeline import finish, pipelined
+from .side_stream import run_beside
 from .wire import Wire
 
 WEIGHTS_FIELDS = (
@@ -42,7 +42,7 @@ WEIGHTS_FIELDS = (
 
 
 class GatherOverlap(Protocol):
-    """Hears of gathers that go on while the training thread computes: see overlap.py."""
+    """Hears of gathers that go on while the training thread computes: see cpu/overlap.py."""
 
     def before_gather(self) -> None: ...
 
@@ -104,7 +104,7 @@ class AllGather:
         is_delta = self.config.weights == "delta-int4"
         return self.config.delta_in_node if is_delta and hop.name == "in-node" else self.config.weights
 
-    def belong_to(self, owner: Any) -> None:
+    def keep_alive(self, owner: Any) -> None:
         """Keep `owner` alive as long as the model has this comm."""
         self.owner = owner
 
@@ -242,7 +242,7 @@ class AllGather:
 
     def _give_up(self) -> None:
         """Settle, without an error of the last gather: what it brings is of no use any more."""
-        if isinstance(self._beside, LaneWork):
+        if isinstance(self._beside, ThreadWork):
             self._beside.give_up()
         self._settle()
 

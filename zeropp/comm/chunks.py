@@ -25,7 +25,8 @@ and no scale. All ranks cut alike: they have the same Config, the same backend a
 
 A chunk lets a unit's hops overlap with each other and with its codecs. It costs messages, and the Python that
 starts them. On gloo the cores that compute pay for that, and the next unit overlaps with a unit's hops anyway
-(lanes.py). So with chunks="auto" two hops on gloo have far longer chunks: benchmarks/chunks.py compares.
+(cpu/comm_threads.py). So with chunks="auto" two hops on gloo have far longer chunks: benchmarks/chunks.py
+compares.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Columns:
         return int(self.at.stop - self.at.start)
 
 
-class Cut(NamedTuple):
+class ChunkPolicy(NamedTuple):
     """How a row may be cut."""
 
     most: int
@@ -76,7 +77,7 @@ class Cut(NamedTuple):
     """Elements of each."""
 
     @classmethod
-    def of(cls, chunks: int | Literal["auto"], on_gloo: bool = False) -> Cut:
+    def of(cls, chunks: int | Literal["auto"], on_gloo: bool = False) -> ChunkPolicy:
         """What `Config.chunks` means; on_gloo: for two hops there. See [Note: Chunks]."""
         if chunks != "auto":
             return cls(chunks, MIN_CHUNK_ELEMENTS)
@@ -112,10 +113,10 @@ def row_segments(
     return tuple(found)
 
 
-def column_chunks(cut: Cut, segments: Sequence[Segment]) -> list[Columns]:
+def column_chunks(cut: ChunkPolicy, segments: Sequence[Segment]) -> list[Columns]:
     """Chunks of a row of these segments, of whole blocks.
 
-    >>> first, second = column_chunks(Cut(most=2), [Segment(65, 64), Segment(199_936, 128)])
+    >>> first, second = column_chunks(ChunkPolicy(most=2), [Segment(65, 64), Segment(199_936, 128)])
     >>> first
     Columns(at=slice(0, 100033, None), segments=(Segment(numel=65, block_size=64, is_rotated=False, \
 offset=0), Segment(numel=99968, block_size=128, is_rotated=False, offset=0)))

@@ -10,7 +10,7 @@ partition: while it is fresh, a gather is hop B alone, and decodes the very same
 one rank a node, or on the flat route, there is one hop.
 
 With weights="delta-int4" the node shard is in 16 bits, hop A brings it up to date by differences (see
-differences.py), and hop B sends it as `delta_in_node` says.
+delta_weights.py), and hop B sends it as `delta_in_node` says.
 
 [Note: Own slot]
 FSDP2 passes `input_tensor` as a view into `output_tensor`. The rank's own slot is overwritten with the
@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from ..config import Config
 from ..topology import Hop
 from .column_groups import ColumnGroup, columns_as
-from .differences import send_difference
+from .delta_weights import send_difference
 from .layout import GatherChunk, Place, gather_chunks
 from .node_shard import NodeShard, Send, fingerprint
 from .wire import Wire
@@ -48,7 +48,7 @@ class Gathering:
     send: Send
     group: ProcessGroup
     slot: int
-    """For buffers: see `Job` in lanes.py."""
+    """For buffers: see `Job` in cpu/comm_threads.py."""
 
 
 class GroupGather:

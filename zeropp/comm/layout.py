@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ..config import CodecName, Config
-from ..labels import Collective
 from ..quant import QUANTIZABLE_DTYPES, Codec, SegmentCodec, make_codec
 from ..quant.formats import RowOrder
 from ..topology import Hop, HopName
-from .chunks import Columns, Cut, Piece, column_chunks, row_segments
+from .chunks import ChunkPolicy, Columns, Piece, column_chunks, row_segments
 from .column_groups import ColumnGroup
 from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
+from .profiler_labels import Collective
 from .wire import Wire
 
 LAYOUT_VERSION = 2
@@ -117,7 +117,7 @@ class GatherChunk:
 
 
 @dataclass(frozen=True)
-class Leg:
+class HopPlan:
     """One hop of a chunk of gradients."""
 
     hop: Hop
@@ -145,7 +145,7 @@ class ReduceChunk:
 
     number: int
     columns: Columns
-    legs: tuple[Leg, ...]
+    legs: tuple[HopPlan, ...]
     """Its hops, in their order."""
     errors: ErrorCodecs | None
     """None without error feedback."""
@@ -285,7 +285,7 @@ def reduce_chunks(
         legs, rows = [], wire.topology.size
         for hop, codec, inside in zip(hops, codecs, in_sums, strict=True):
             on_wire, in_sum = (on_hop(hop.name, names[hop.name], c, size) for c in (codec, inside))
-            legs.append(Leg(hop, on_wire, in_sum, (hop.size, rows // hop.size, on_wire.row_bytes)))
+            legs.append(HopPlan(hop, on_wire, in_sum, (hop.size, rows // hop.size, on_wire.row_bytes)))
             rows //= hop.size
         errors = None
         if config.error_feedback and hops[-1].name == "across":
@@ -298,8 +298,8 @@ def reduce_chunks(
     return tuple(chunks)
 
 
-def _cut_of(wire: Wire, hops: tuple[Hop, ...], config: Config) -> Cut:
-    return Cut.of(config.chunks, on_gloo=wire.on_gloo and hops[0].name != "flat")
+def _cut_of(wire: Wire, hops: tuple[Hop, ...], config: Config) -> ChunkPolicy:
+    return ChunkPolicy.of(config.chunks, on_gloo=wire.on_gloo and hops[0].name != "flat")
 
 
 def in_one_space(arrived: Codec, sent: Codec) -> list[Codec]:

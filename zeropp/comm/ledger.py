@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from ..labels import Collective
-from ..wording import count
+from .._text import count
+from .profiler_labels import Collective
 
 
 @dataclass

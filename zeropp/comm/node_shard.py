@@ -10,15 +10,15 @@ which differs between ranks.
     EMPTY --gather--> FRESH --optimizer step--> BEHIND --gather--> FRESH
     any state --invalidate(), state-dict load, operation on a parameter--> EMPTY
 
-What is BEHIND still serves as the reference of differences: [Note: Full sends] in differences.py.
+What is BEHIND still serves as the reference of differences: [Note: Full sends] in delta_weights.py.
 
-Operations on a parameter itself are seen by its version: [Note: Operations on parameters] in fsdp.py. They
-are no optimizer's steps, and may change all of it, so no difference is sent.
+Operations on a parameter itself are seen by its version: [Note: Operations on parameters] in fsdp2/units.py.
+They are no optimizer's steps, and may change all of it, so no difference is sent.
 
 Weights changed in another way (through `p.data` or `p.to_local()`, by a load straight into the tensors) would
 be trained on stale. So each reuse compares a fingerprint of the rank's own shard with the one it was encoded
 from. A mismatch is an error: raised at once on CPU, as soon as the device has told on devices with streams:
-[Note: No waiting] in alarm.py.
+[Note: No waiting] in stale_weights.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .alarm import Alarm
+from .stale_weights import Alarm
 from .wire import empty_outside_inference
 
 logger = logging.getLogger("zeropp")
@@ -57,7 +57,7 @@ class Send(Enum):
 
 
 class Before(NamedTuple):
-    """What an early gather overwrites: [Note: Gathered and not used] in overlap.py."""
+    """What an early gather overwrites: [Note: Gathered and not used] in cpu/overlap.py."""
 
     state: State
     fingerprint: Tensor | None

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable
 
 def pipelined(chunks: Iterable[Generator[None]]) -> Generator[None]:
     """Run all to their end. Yields whenever there is nothing left to do but to wait for the wire: others may
-    put something on it then (lanes.py)."""
+    put something on it then (cpu/comm_threads.py)."""
     active = [chunk for chunk in chunks if _goes_on(chunk)]
     while active:
         for chunk in active[:]:

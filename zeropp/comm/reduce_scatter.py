@@ -13,8 +13,8 @@ with one rank a node, or on the flat route, there is one hop.
 With cross-node sync off, hop 2 is left out: the node slice adds up (`pending`), and FSDP2 gets zeros to add
 to the sharded gradient. The next reduction with sync on sends the sum; of a unit that the forward has used
 several times, the last one of the backward. `pending` is a part of `.grad` that
-has not arrived yet: [Note: Dropped or taken] in zero_grad.py. All micro-batches must have one buffer layout;
-the adapter sees to it that parameters without a gradient are sent as zeros.
+has not arrived yet: [Note: Dropped or taken] in fsdp2/zero_grad.py. All micro-batches must have one buffer
+layout; the adapter sees to it that parameters without a gradient are sent as zeros.
 
 [Note: Rotated space]
 If both hops rotate, the node slice stays rotated: the sum of rotated rows is the rotated sum. So a value is
@@ -35,17 +35,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ..config import INTEGERS, CodecName, Config
+from ..cpu.comm_threads import Job, lane
 from ..quant import QUANTIZABLE_DTYPES
 from ..quant.random_bf16 import round_at_random
 from ..topology import Hop, HopName
-from .capture import refuse_capture
-from .chunks import Cut, Piece
-from .feedback import Feedback
-from .lanes import Job, lane
-from .layout import HopCodec, Leg, ReduceLayouts, meaning_of, reduce_chunks, why_not_the_same
+from .bf16_ring import reduce_scatter_bf16
+from .chunks import ChunkPolicy, Piece
+from .cuda_graphs import refuse_capture
+from .error_feedback import Feedback
+from .layout import HopCodec, HopPlan, ReduceLayouts, meaning_of, reduce_chunks, why_not_the_same
 from .pipeline import finish, pipelined
 from .reduction import Chunk, Gradients, Overlapping, is_last_operation, noise_key, scale_of
-from .ring import reduce_scatter_bf16
 from .wire import Wire
 
 FEEDBACK_FIELDS = (
@@ -219,7 +219,7 @@ class ReduceScatter:
         is_ring = self.hops[0].name == "flat" and self.codec_names["flat"] == "bf16"
         job: Job
         if is_ring:
-            cut, hop = Cut.of(self.config.chunks), self.hops[0]
+            cut, hop = ChunkPolicy.of(self.config.chunks), self.hops[0]
             job = partial(reduce_scatter_bf16, self.wire, hop, rows, out, group, op, factor, cut)
         else:
             job = partial(self._reduce_all, rows, out, group, factor)
@@ -366,14 +366,14 @@ class ReduceScatter:
             round_at_random(sums[:, at], pending[:, at], seed, segment.offset)
             start = at.stop
 
-    def _send_rows(self, chunk: Chunk, leg: Leg) -> Generator[None, None, Tensor]:
+    def _send_rows(self, chunk: Chunk, leg: HopPlan) -> Generator[None, None, Tensor]:
         """The first hop: what arrived, [n, N, E1] if it is the first of two."""
         seed = self._noise_seed(leg.hop.name)
         encode = partial(leg.on_wire.encode, chunk.take_rows(), order=self._row_order, seed=seed)
         return self._exchange(chunk, leg, encode)
 
     def _exchange(
-        self, chunk: Chunk, leg: Leg, fill: Callable[[Tensor], None], what: str = "encode"
+        self, chunk: Chunk, leg: HopPlan, fill: Callable[[Tensor], None], what: str = "encode"
     ) -> Generator[None, None, Tensor]:
         """Let `fill` encode all rows [m * R, E], and swap them over the hop's m ranks: received [m, R, E]."""
         take, tag = self.wire.scratch.take, f"reduce_scatter.{leg.hop.name}.{chunk.key}"

@@ -32,7 +32,7 @@ class Chunk:
     goes_across: bool
     """False: only as far as the node slice."""
     slot: int
-    """For buffers: see `Job` in lanes.py."""
+    """For buffers: see `Job` in cpu/comm_threads.py."""
 
     @property
     def key(self) -> str:
@@ -54,7 +54,7 @@ class Gradients(Protocol):
 
 
 class Overlapping(Protocol):
-    """Lets reductions go on while FSDP2 does: see overlap.py."""
+    """Lets reductions go on while FSDP2 does: see cpu/overlap.py."""
 
     def late_place(self, output: Tensor) -> Tensor | None: ...
 

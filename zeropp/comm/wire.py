@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..labels import Collective, Label, labelled
+from ..cpu.comm_threads import tag_of
 from ..topology import Hop, Topology
-from .alarm import Alarm
-from .lanes import tag_of
 from .ledger import Ledger
+from .profiler_labels import Collective, Label, labelled
+from .stale_weights import Alarm
 
 
 class Scratch:
@@ -106,14 +106,14 @@ class Wire:
         return self.topology.rank if hop.group is None else hop.group.rank()
 
     def label(self, collective: Collective, part: str) -> AbstractContextManager[Any]:
-        """Names what runs inside in a profile; see labels.py."""
+        """Names what runs inside in a profile; see comm/profiler_labels.py."""
         text = self._labels.get((collective, part))
         if text is None:
             text = self._labels[collective, part] = str(Label(collective, part, self.unit))
         return labelled(text)
 
     def tag(self, chunk: int) -> int:
-        """Tag of a message between two ranks: see [Note: Order in a lane] in lanes.py."""
+        """Tag of a message between two ranks: see [Note: Order in a lane] in cpu/comm_threads.py."""
         return tag_of(self.unit, chunk)
 
     def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor, chunk: int = 0) -> Generator[None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .dispatch import implementation_for
 from .formats import BlockFormat, RowOrder, align
-from .row_copies import gather_rows, scatter_rows
+from .permute_rows import gather_rows, scatter_rows
 
 if TYPE_CHECKING:
     from ..config import CodecName

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import dry, reference
+from . import noop as dry
+from . import reference
 from .formats import BlockFormat, RowOrder
 
 logger = logging.getLogger("zeropp")
@@ -19,7 +20,10 @@ logger = logging.getLogger("zeropp")
 # By device: the module, the package it needs, the extra that brings it, and how much slower plain torch is.
 # ROCm devices are "cuda" to torch. The factor of the CPU: 9 to 104 over operations and dtypes, 27 in the
 # middle (4M elements, one thread). On a GPU nobody has measured it.
-FAST = {"cpu": (".cpu", "numba", "cpu", "about 30 times as slow"), "cuda": (".gpu", "triton", "gpu", "slow")}
+FAST = {
+    "cpu": (".cpu.launch", "numba", "cpu", "about 30 times as slow"),
+    "cuda": (".gpu.launch", "triton", "gpu", "slow"),
+}
 
 
 class Implementation(Protocol):

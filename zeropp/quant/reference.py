@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .formats import MIN_SCALE, NAN_SCALE_BITS, SCALE_BYTES, BlockFormat, RowOrder
 from .noise import make_noise
+from .permute_rows import gather_rows, scatter_rows
 from .rotation import LARGEST_FP32, rotate, unrotate
-from .row_copies import gather_rows, scatter_rows
 
 
 def encode(

@@ -1,0 +1,21 @@
+"""Signals as questions."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from zeropp.tools.train.stop import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_remembered_and_does_nothing_else(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert stop.received is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert stop.received == number
+    assert signal.getsignal(number) is before

@@ -1,0 +1,1 @@
+"""Overlap on a CPU with gloo, where no streams exist: threads, early gathers, late gradients."""

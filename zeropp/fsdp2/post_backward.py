@@ -1,0 +1,57 @@
+"""A wrapper of FSDP2's `post_backward`: which parameters it reduces, and zeros for those without a gradient.
+
+`post_backward` of a parameter group packs the gradients of its parameters and reduces them. The
+reduce-scatter gets the packed buffer, and nothing says which parameters are in it. So the wrapper looks
+before FSDP2 does. It is an attribute of the group, in the place of the method of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from .versions import READER
+
+
+class PostBackward:
+    """Around `post_backward` of a unit's parameter groups."""
+
+    def __init__(self, param_groups: list[Any]) -> None:
+        self._param_groups = param_groups
+        self._needs_unused: Callable[[], bool] = lambda: False
+        self.reduced: set[int] | None = None
+        """Identities of the parameters that the last backward reduced; None before the first."""
+
+    def install(self) -> None:
+        for group in self._param_groups:
+            vars(group)["post_backward"] = MethodType(self._run, group)
+
+    def send_unused_while(self, is_needed: Callable[[], bool]) -> None:
+        """Reduce parameters without a gradient as zeros in each backward in which `is_needed()`."""
+        self._needs_unused = is_needed
+        self.install()
+
+    def remove(self) -> None:
+        self._needs_unused, self.reduced = lambda: False, None
+        for group in self._param_groups:
+            vars(group).pop("post_backward", None)
+
+    def _run(self, group: Any, *unused: Any) -> None:
+        as_set = group.reduce_scatter_unused_params
+        group.reduce_scatter_unused_params = sends_unused = as_set or self._needs_unused()
+        params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        if group.reduce_grads and sends_unused:
+            READER.bring_to_one_dtype(params)
+        sent = [p for p in params if is_held(p) or (sends_unused and p._unsharded_param.requires_grad)]
+        self.reduced = {id(p) for p in sent}
+        try:
+            type(group).post_backward(group, *unused)
+        finally:
+            group.reduce_scatter_unused_params = as_set
+
+
+def is_held(param: Any) -> bool:
+    """Whether FSDP2 has a full gradient of the parameter that it has not reduced."""
+    unsharded = getattr(param, "_unsharded_param", None)  # made in the first forward
+    return unsharded is not None and not (param.unsharded_accumulated_grad is unsharded.grad is None)

@@ -1,0 +1,1 @@
+"""The block formats on a CPU, compiled by numba."""

@@ -1,0 +1,1 @@
+"""The block formats on NVIDIA and AMD GPUs, compiled by Triton."""

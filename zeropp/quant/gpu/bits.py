@@ -1,0 +1,93 @@
+"""Numbers, their bits and their payload bytes in Triton: the small parts that kernels.py is made of."""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from .. import noise
+
+TILE = tl.constexpr(4096)
+
+_UNROUND = tl.constexpr(0x4B000000)  # 2^23: an integer put in its low bits makes the float 2^23 + integer
+_UNROUND_HIGH = tl.constexpr(0x49000000)  # 2^19: the same for the bits from the fifth on
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_SHIFT_0, _SHIFT_1, _SHIFT_2 = (tl.constexpr(shift) for shift in noise.SHIFTS)
+_MULTIPLIER_0, _MULTIPLIER_1 = (tl.constexpr(multiplier) for multiplier in noise.MULTIPLIERS)
+
+
+# Payload bytes as fp32 codes. An integer in the low bits of 2^23 is the float 2^23 + integer; what is too
+# much is subtracted. Exact, and cheaper than a conversion.
+
+
+@triton.jit
+def int8_values(byte: tl.tensor) -> tl.tensor:
+    """Flipping the sign bit of a two's complement byte adds 128."""
+    return as_float(byte.to(tl.uint32) ^ (_UNROUND | 0x80)) - (8388608.0 + 128)
+
+
+@triton.jit
+def low_int4_values(byte: tl.tensor) -> tl.tensor:
+    return as_float(byte.to(tl.uint32) & 0x0F | _UNROUND) - (8388608.0 + 8)
+
+
+@triton.jit
+def high_int4_values(byte: tl.tensor) -> tl.tensor:
+    """Not shifted down: above 2^19, the fifth bit is worth 1."""
+    return as_float(byte.to(tl.uint32) & 0xF0 | _UNROUND_HIGH) - (524288.0 + 8)
+
+
+@triton.jit
+def scale_values(bf16_bits: tl.tensor) -> tl.tensor:
+    return as_float(bf16_bits.to(tl.uint32) << 16)
+
+
+# Numbers and their bits.
+
+
+@triton.jit
+def as_bits(x: tl.tensor) -> tl.tensor:
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits: tl.tensor) -> tl.tensor:
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_float(x: tl.tensor) -> tl.tensor:
+    """x as fp32; of bf16 the bits, because the interpreter's cast loses subnormals."""
+    if x.dtype == tl.bfloat16:
+        return scale_values(x.to(tl.uint16, bitcast=True))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def from_float(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """x rounded to nearest even: one instruction on a GPU; the interpreter's cast to bf16 truncates."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        rounded = (as_bits(x) + 0x7FFF + (as_bits(x) >> 16 & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+# Noise: see [Note: Noise] in noise.py.
+
+
+@triton.jit
+def mix(x: tl.tensor) -> tl.tensor:
+    """uint32 to uint32."""
+    x ^= x >> _SHIFT_0
+    x *= _MULTIPLIER_0
+    x ^= x >> _SHIFT_1
+    x *= _MULTIPLIER_1
+    return x ^ x >> _SHIFT_2
+
+
+@triton.jit
+def to_noise(random: tl.tensor) -> tl.tensor:
+    """Noise of the upper 16 bits of random ones."""
+    return (random.to(tl.int32, bitcast=True) >> 16 | 1).to(tl.float32) * 0.0000152587890625

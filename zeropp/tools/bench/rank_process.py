@@ -1,0 +1,170 @@
+"""A rank of the benchmark: does what the bench process says over a unix socket, which crosses no link.
+
+One model at a time. Every model gets a process group of its own, so that it starts like a fresh job.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import assert_never
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from ...comm.profiler_labels import profile_all_threads
+from ..lab.cluster import INTERFACE
+from ..peak_memory import PeakMemory
+from .messages import (
+    Answer,
+    Build,
+    Built,
+    Choose,
+    Chosen,
+    Failure,
+    Memory,
+    ProfiledStep,
+    ProfileStep,
+    ReadMemory,
+    Request,
+    Steps,
+    TakeSteps,
+)
+from .profile import split_step
+from .training import FsdpTraining, Training, start_training
+
+STORE_PORT = 29400
+TIMEOUT = timedelta(seconds=600)
+
+
+class RankProcess:
+    def __init__(self) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.store = TCPStore(
+            os.environ["MASTER_ADDR"], STORE_PORT, self.world_size, self.rank == 0, timeout=TIMEOUT
+        )
+        self.builds = 0
+        self.training: Training | None = None
+        self.peak_memory: PeakMemory | None = None
+
+    def answer(self, request: Request) -> Answer:
+        """Do what is asked for."""
+        match request:
+            case Build():
+                return self._build(request)
+            case TakeSteps():
+                return self._take_steps(request)
+            case Choose():
+                return self._choose(request)
+            case ReadMemory():
+                return self._read_memory()
+            case ProfileStep():
+                return self._profile_step(request)
+            case _:
+                assert_never(request)
+
+    def _build(self, request: Build) -> Built:
+        """Replace the model. A strategy may refuse; it does so on all ranks, and the process goes on."""
+        self._drop()
+        self.builds += 1
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(str(self.builds), self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=TIMEOUT,
+        )
+        self.peak_memory = PeakMemory()
+        self.training = start_training(request.strategy, request.workload, self.ranks_per_node)
+        self.peak_memory.restart()  # what building took is over
+        return Built(self.training.parameters())
+
+    def _drop(self) -> None:
+        self.training = None
+        gc.collect()
+        gc.freeze()  # what is left are modules: nothing to look through before the next model
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def _take_steps(self, request: TakeSteps) -> Steps:
+        training = self._training()
+        ledger_before = training.ledger_bytes()
+        (tx_before, rx_before), seconds, losses = _link_bytes(), [], []
+        cpu_before, started = time.process_time(), time.monotonic()
+        for _ in range(request.count):
+            losses.append(training.step(request.micro_batches))
+            now = time.monotonic()
+            seconds.append(now - started)
+            started = now
+        cpu_seconds = time.process_time() - cpu_before
+        tx_bytes, rx_bytes = _link_bytes()
+        ledger_now = training.ledger_bytes()
+        counted = None if ledger_now is None or ledger_before is None else ledger_now - ledger_before
+        return Steps(
+            seconds,
+            losses,
+            tx_bytes - tx_before,
+            rx_bytes - rx_before,
+            counted,
+            cpu_seconds,
+            list(training.phase_bytes),
+        )
+
+    def _choose(self, request: Choose) -> Chosen:
+        training = self._training()
+        assert isinstance(training, FsdpTraining)
+        return Chosen(training.choose(request.micro_batches))
+
+    def _profile_step(self, request: ProfileStep) -> ProfiledStep:
+        dist.barrier()
+        with profile_all_threads() as profiler:
+            started = time.monotonic()
+            self._training().step(request.micro_batches)
+            step_ms = (time.monotonic() - started) * 1e3
+        return ProfiledStep(split_step(profiler, step_ms))
+
+    def _read_memory(self) -> Memory:
+        training = self._training()
+        assert self.peak_memory is not None
+        return Memory(self.peak_memory.bytes, training.model_state_bytes(), training.communication_bytes())
+
+    def _training(self) -> Training:
+        assert self.training is not None
+        return self.training
+
+
+def _link_bytes() -> tuple[int, int]:
+    """Sent and received by this node, between steps of all ranks.
+
+    /proc/net/dev is of the network namespace of whoever reads it."""
+    dist.barrier()
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    dist.barrier()
+    return int(fields[8]), int(fields[0])
+
+
+def main(address: str) -> None:
+    logging.getLogger("zeropp").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    process = RankProcess()
+    with Client(address, family="AF_UNIX") as connection:
+        connection.send(process.rank)
+        while True:
+            try:
+                request = connection.recv()
+            except EOFError:
+                return
+            try:
+                connection.send(process.answer(request))
+            except Exception:
+                connection.send(Failure(traceback.format_exc()))

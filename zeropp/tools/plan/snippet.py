@@ -1,0 +1,53 @@
+"""A strategy as lines of a training script."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from ... import Config
+from ..strategies import Strategy
+
+PRESETS = {"": Config(), ".four_bit": Config.four_bit(), ".paper": Config.paper(), ".wire16": Config.wire16()}
+
+
+def snippet(strategy: Strategy) -> str:
+    """What to write for it, where the model is sharded and in each micro-batch.
+
+    >>> from ..strategies import find_strategy
+    >>> snippet(find_strategy("default"))
+    'zpp = zeropp.apply(model, zeropp.Config()), and before each micro-batch \
+zpp.set_requires_cross_node_sync(is_last)'
+    >>> snippet(find_strategy("fsdp2"))
+    'fully_shard as it is'
+    """
+    parts = []
+    if strategy.is_hsdp:
+        parts.append(
+            "fully_shard(..., mesh=init_device_mesh(device, (nodes, ranks_per_node)), "
+            "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+        )
+    if strategy.reshard_in_node:
+        parts.append("fully_shard(..., reshard_after_forward=ranks_per_node)")
+    if strategy.config is not None:
+        parts.append(f"zpp = zeropp.apply(model, zeropp.{config_code(strategy.config)})")
+    switch = {
+        "across": "zpp.set_requires_cross_node_sync(is_last)",
+        "gradients": "model.set_requires_gradient_sync(is_last)",
+        "replicas": "model.set_requires_all_reduce(is_last)",
+    }.get(strategy.sync)
+    if switch is not None:
+        parts.append(f"before each micro-batch {switch}")
+    return ", and ".join(parts) or "fully_shard as it is"
+
+
+def config_code(config: Config) -> str:
+    """
+    >>> config_code(Config.four_bit()), config_code(Config(weights="bf16"))
+    ('Config.four_bit()', "Config(weights='bf16')")
+    """
+    for name, preset in PRESETS.items():
+        if config == preset:
+            return f"Config{name}()"
+    given = {field.name: getattr(config, field.name) for field in fields(Config)}
+    changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(Config(), name)]
+    return f"Config({', '.join(changed)})"
