@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ._auto import Search, find_candidates, is_logging_rank
+from ._describe import describe, warn_if_unusual
 from ._footprint import Footprint
 from ._handle import ZeroPP
 from ._text import count, some
-from ._unit import Shared, check_configs, choose_configs, decide_comms, warn_if_large
+from ._unit import CompressedUnit, ModelContext, check_configs, choose_configs
 from .config import Config
 from .fsdp2.units import Unit, find_units
 
@@ -56,25 +57,25 @@ def apply(
     if previous is not None and _is_same(previous, config, overrides):
         return previous
     # Everything that can fail comes before the first change to the model.
-    shared = Shared.new()
-    search = Search(find_candidates(units, shared), units) if config == "auto" else None
+    context = ModelContext.new()
+    search = Search(find_candidates(units, context), units) if config == "auto" else None
     config = search.config if search is not None else config if isinstance(config, Config) else Config()
     chosen = choose_configs(units, config, overrides)
-    unit_comms = [decide_comms(unit, chosen[unit], shared, may_hold=search is None) for unit in units]
+    unit_comms = [CompressedUnit(unit, chosen[unit], context, may_hold=search is None) for unit in units]
     if previous is not None:
         previous.remove()
-    shared.ledger.left_alone = {
+    context.ledger.left_alone = {
         comms.unit.name: sum(p.numel() for p in comms.unit.params)
         for comms in unit_comms
         if comms.left_alone and comms.unit.sends
     }
-    zpp = ZeroPP(model, config, overrides, unit_comms, shared, search)
+    zpp = ZeroPP(model, config, overrides, unit_comms, context, search)
     zpp.install()
     _log(zpp)
     if search is not None and is_logging_rank(units):
         logger.info("zeropp: %s", search.describe())
     kept = sum((comms.will_keep() for comms in unit_comms), Footprint()) if search is None else search.kept
-    warn_if_large(unit_comms, replace(kept, pending=0))
+    warn_if_unusual(unit_comms, replace(kept, pending=0))
     return zpp
 
 
@@ -118,7 +119,7 @@ def _log(zpp: ZeroPP) -> None:
     """The first rank of each unit's group says what became of the unit: one line for all that are alike."""
     alike: dict[tuple[int, str], list[str]] = {}
     for comms in zpp.unit_comms:
-        row, group = comms.describe(), comms.unit.group
+        row, group = describe(comms), comms.unit.group
         if group is not None and group.rank() != 0:
             continue
         level, became = logging.WARNING, row["notes"]

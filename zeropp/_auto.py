@@ -45,11 +45,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ._footprint import Footprint
-from ._unit import Shared, decide_comms
+from ._unit import CompressedUnit, ModelContext, can_overlap
 from .comm.ledger import render
 from .config import Config
-from .cpu.overlap import can_overlap
-from .fsdp2.units import Unit
+from .fsdp2.units import Unit, is_in_backward
 
 logger = logging.getLogger("zeropp")
 
@@ -175,7 +174,7 @@ class Search:
             self.seconds |= {name: list(state["seconds"].get(name, [])) for name in names}
 
 
-def find_candidates(units: Sequence[Unit], shared: Shared) -> list[Candidate]:
+def find_candidates(units: Sequence[Unit], context: ModelContext) -> list[Candidate]:
     """What can be tried on this model, the same on every rank; see [Note: Candidates]. Collective: makes the
     process groups of all of them, before the first step."""
     overlap = any(can_overlap(unit) for unit in units)  # elsewhere plain FSDP2 overlaps by itself
@@ -186,7 +185,7 @@ def find_candidates(units: Sequence[Unit], shared: Shared) -> list[Candidate]:
     found, reasons = {}, {}
     for name, config in configs.items():
         try:
-            comms = [decide_comms(unit, config, shared) for unit in units]
+            comms = [CompressedUnit(unit, config, context) for unit in units]
         except ValueError as error:  # nodes of different sizes, as all their ranks see
             reasons[name] = str(error)
             continue
@@ -205,7 +204,7 @@ def find_candidates(units: Sequence[Unit], shared: Shared) -> list[Candidate]:
 
 def after_backward(react: Callable[[], None]) -> None:
     """Call `react` now, or at the end of the backward that is running: then nothing is on its way."""
-    if torch._C._current_graph_task_id() == -1:
+    if not is_in_backward():
         react()
     else:
         Variable._execution_engine.queue_callback(react)

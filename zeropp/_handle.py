@@ -27,16 +27,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ._auto import Search, after_backward
+from ._describe import describe, summary_table, warn_if_unusual
 from ._footprint import Footprint
-from ._saved_state import Installed, is_usable, load_units, save_units
-from ._unit import CompressedUnit, Shared, choose_configs, decide_comms, summary_table, warn_if_large
+from ._saved_state import is_usable, load_units, save_units
+from ._unit import CommPair, CompressedUnit, ModelContext, choose_configs
 from .comm.ledger import render
+from .comm.reduce_scatter import GradientSync
 from .config import Config
 from .fsdp2.gradient_sync import on_gradient_sync
 from .fsdp2.optimizer_hooks import OptimizerSteps
 from .fsdp2.zero_grad import listen
-from .tools.atomic_files import write_file
-from .tools.pages.traffic import render_traffic
 
 
 class ZeroPP:
@@ -48,18 +48,18 @@ class ZeroPP:
         config: Config,
         overrides: Mapping[str, Config],
         unit_comms: list[CompressedUnit],
-        shared: Shared,
+        context: ModelContext,
         search: Search | None = None,
     ) -> None:
         self.config = config
         self.overrides = dict(overrides)
         self.unit_comms = unit_comms
-        self.ledger = shared.ledger
+        self.ledger = context.ledger
         """What this rank sent, per unit, collective and hop."""
         self.search = search
         """How `config` is found, or was, after `apply(model, "auto")`; None: somebody has given it."""
-        self._shared = shared
-        weakref.finalize(self, shared.alarm.log_if_known)
+        self._context = context
+        weakref.finalize(self, context.alarm.log_if_known)
         self._model = model
         self._handles: list[Any] = []
         self._followed: list[Any] = []
@@ -73,21 +73,25 @@ class ZeroPP:
         step, and "pending" what comes on top in one that accumulates without cross-node sync. Scratch, which
         all units share, is not in it: see `communication_bytes`.
         """
-        self._shared.alarm.raise_if_any()
+        self._context.alarm.raise_if_any()
         return render(summary_table(self.unit_comms)) + ("" if self.search is None else self.search.table())
 
     def report(self, path: str | Path) -> None:
         """Write a page, one HTML file: what this rank has sent, per unit and hop, over which nodes, and what
         16-bit FSDP2 would have sent. Not a collective: any rank may write its own."""
+        # The one door from the library to its tools: a training job does not import the page.
+        from .tools.atomic_files import write_file
+        from .tools.pages.traffic import render_traffic
+
         topologies = [comms.topology for comms in self.unit_comms]
-        units = [comms.describe() for comms in self.unit_comms]
+        units = [describe(comms) for comms in self.unit_comms]
         write_file(Path(path), render_traffic(self.ledger, topologies, units, dist.get_rank()))
 
     @property
     def communication_bytes(self) -> int:
         """Memory that zeropp keeps on this rank: node shards, pending gradients, kept errors, scratch, and
         gradients on their way."""
-        shared = self._shared.scratch.nbytes + self._shared.overlap.late.nbytes
+        shared = self._context.scratch.nbytes + self._context.late.nbytes
         return shared + sum(comms.keeps().total for comms in self.unit_comms)
 
     @property
@@ -136,26 +140,27 @@ class ZeroPP:
             raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
         # Everything that can fail comes before the first change.
         chosen = choose_configs([comms.unit for comms in self.unit_comms], config, overrides)
-        may_hold = search is None
         unit_comms = [
-            decide_comms(unit, own, self._shared, may_hold=may_hold) for unit, own in chosen.items()
+            CompressedUnit(unit, own, self._context, may_hold=search is None) for unit, own in chosen.items()
         ]
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
             old.forget_unused()
             if old.pair is not None and new.pair is not None:
                 new.pair.take_over(old.pair)
         self._remove_hooks()
-        self._shared.overlap.remove()
+        self._context.remove_overlap()
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
-            if not old.requires_sync:
-                instead_of_fsdp2 = old.instead_of_fsdp2
-                old.set_sync(True)  # FSDP2's switches, which the new Config may not use
-                new.set_sync(False, instead_of_fsdp2)
+            sync = old.gradients.sync
+            if sync is not GradientSync.ACROSS:
+                old.set_sync(
+                    GradientSync.ACROSS
+                )  # restores FSDP2's switches, which the new Config may not use
+                new.set_sync(sync)
         self.config, self.overrides, self.unit_comms = config, dict(overrides), unit_comms
         self.search = search
         self.install()
-        if self._accumulates and search is None:  # a search has warned of all that it tries
-            warn_if_large(unit_comms, self._will_keep)
+        if self._accumulates and search is None:  # a search has warned for all that it tries
+            warn_if_unusual(unit_comms, self._will_keep)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """An optimizer of this model has stepped: the search for a Config goes on."""
@@ -174,7 +179,7 @@ class ZeroPP:
         search = self.search
         waits = any(comms.has_pending for comms in self.unit_comms)
         if search is not None and search.config != self.config and not waits:
-            self._shared.scratch.release()  # of the size that the last one needed
+            self._context.scratch.release()  # of the size that the last one needed
             self._switch(search.config, {}, search)
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,15 +190,13 @@ class ZeroPP:
         Every rank saves its own, beside the model and the optimizer; `torch.load` with `weights_only=True`
         reads it.
         """
-        self._shared.alarm.raise_if_any()
+        self._context.alarm.raise_if_any()
         for comms in self.unit_comms:
             comms.forget_unused()
-        state = {
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
-            "units": save_units(self._installed()),
-        }
-        return state if self.search is None else state | {"auto": self.search.state_dict()}
+        state = save_units(self.unit_comms)
+        if self.search is not None:
+            state["auto"] = self.search.state_dict()
+        return dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Go on from what `state_dict` of this rank returned. Call it on every rank, after loading the model:
@@ -203,12 +206,12 @@ class ZeroPP:
         without: the weights are sent anew, kept errors start at zero, and a warning says so. If "auto" had
         chosen a Config, it is not searched again. Returns whether the state is used, on every rank the same.
         """
-        used = is_usable(self.unit_comms, list(self._installed()), state)
+        used = is_usable(self.unit_comms, state)
         usable = state if used and state is not None else {}
         if self.search is not None:
             self.search.load_state_dict(usable.get("auto", {}))
             self._follow_search()
-        load_units(self._installed(), usable.get("units", {}))
+        load_units(self.unit_comms, usable.get("units", {}))
         return used
 
     def set_requires_cross_node_sync(self, requires_sync: bool) -> None:
@@ -236,7 +239,7 @@ class ZeroPP:
         if not requires_sync:
             self._accumulate()
         for comms in self.unit_comms:
-            comms.set_sync(requires_sync)
+            comms.set_sync(GradientSync.ACROSS if requires_sync else GradientSync.DEFERRED)
 
     def follow_no_sync(self) -> None:
         """From now on `set_requires_gradient_sync` of FSDP2 means `set_requires_cross_node_sync`, so a loop
@@ -268,12 +271,12 @@ class ZeroPP:
             self._accumulate()
         for comms in self.unit_comms:
             if not modules.isdisjoint(comms.unit.modules):
-                comms.set_sync(requires_sync, instead_of_fsdp2=True)
+                comms.set_sync(GradientSync.ACROSS if requires_sync else GradientSync.DEFERRED_BY_NO_SYNC)
 
     def _accumulate(self) -> None:
         if not self._accumulates:
             self._accumulates = True
-            warn_if_large(self.unit_comms, self._will_keep if self.search is None else self.search.kept)
+            warn_if_unusual(self.unit_comms, self._will_keep if self.search is None else self.search.kept)
 
     def flush(self) -> None:
         """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:
@@ -289,7 +292,7 @@ class ZeroPP:
         communication, and the memory of one unit's gradients. Call it on every rank, after backward.
         """
         pending = [comms for comms in self.unit_comms if comms.has_pending]
-        own = [comms.unit for comms in pending if comms.fsdp2_puts_off != "reduction"]
+        own = [comms.unit for comms in pending if comms.fsdp2_defers != "reduction"]
         if off := [unit.name for unit in own if not unit.reduces_gradients]:
             raise RuntimeError(
                 f"flush() while FSDP2 reduces no gradients of {', '.join(off)}; call "
@@ -303,16 +306,18 @@ class ZeroPP:
         """Inside, weights are gathered as they are, by FSDP2's own collective: for an evaluation of the model
         that a checkpoint would hold, to the last bit. Training computes with decoded weights (int8, by
         default), and so does an evaluation without this. Enter it on every rank."""
-        installed = list(self._installed())
-        before = [all_gather.is_exact for _, all_gather, _ in installed]
-        for comms, all_gather, _ in installed:
-            comms.unit.drop_gathered()
+        installed = [
+            (comms.unit, comms.pair.all_gather) for comms in self.unit_comms if comms.pair is not None
+        ]
+        before = [all_gather.is_exact for _, all_gather in installed]
+        for unit, all_gather in installed:
+            unit.drop_gathered()
             all_gather.is_exact = True
         try:
             yield
         finally:
-            for (comms, all_gather, _), was_exact in zip(installed, before, strict=True):
-                comms.unit.drop_gathered()
+            for (unit, all_gather), was_exact in zip(installed, before, strict=True):
+                unit.drop_gathered()
                 all_gather.is_exact = was_exact
 
     def release(self) -> None:
@@ -324,16 +329,16 @@ class ZeroPP:
         `torch.accelerator.memory.empty_cache()` gives it to the device. Call it on every rank.
         """
         self._raise_if_pending()
-        for _, all_gather, _ in self._installed():
-            all_gather.release()
-        self._shared.scratch.release()
+        for pair in self._pairs:
+            pair.all_gather.release()
+        self._context.scratch.release()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long hops wait for other ranks; at first, it is what init_process_group was given. For
         loops that change it for their own process groups. Call it on every rank, after a barrier."""
         self._timeout = timeout
-        for _, all_gather, reduce_scatter in self._installed():
-            for hop in (*all_gather.hops, *reduce_scatter.hops):
+        for pair in self._pairs:
+            for hop in (*pair.all_gather.hops, *pair.reduce_scatter.hops):
                 hop.set_timeout(timeout)
 
     def drop_pending_gradients(self) -> None:
@@ -343,7 +348,7 @@ class ZeroPP:
 
     def gradients_zeroed(self, params: set[int]) -> None:
         """zero_grad() ran for the parameters with these ids: what is pending for them goes, too."""
-        self._shared.overlap.forget_failed()
+        self._context.late.abandon_failed()
         for comms in self.unit_comms:
             if comms.has_pending and comms.gradients.zeroed(params):
                 comms.drop_pending()
@@ -351,8 +356,8 @@ class ZeroPP:
     def remove(self) -> None:
         """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
         self._raise_if_pending()
-        self._shared.alarm.raise_if_any()
-        self._shared.overlap.remove()
+        self._context.alarm.raise_if_any()
+        self._context.remove_overlap()
         for comms in self.unit_comms:
             comms.remove()
         self._remove_hooks()
@@ -378,22 +383,17 @@ class ZeroPP:
         """Put the comms in place. Called by `apply`."""
         listen(self)
         for comms in self.unit_comms:
-            comms.unit.send_unused_while(comms.needs_all_gradients)
-        for comms, all_gather, reduce_scatter in self._installed():
-            all_gather.keep_alive(self)
-            comms.unit.install(all_gather, reduce_scatter)
-            self._handles += comms.unit.on_load(comms.invalidate)
-            self._handles += comms.unit.before_forward(all_gather.used)
-            if reduce_scatter.feedback is not None:
-                self._handles += comms.unit.on_load(reduce_scatter.feedback.reset)
+            self._handles += comms.install(self)
         if self._timeout is not None:
             self.set_timeout(self._timeout)
         then = None if self.search is None else self._after_step
-        self._steps = OptimizerSteps(self.unit_comms, self._shared.alarm, then)
+        compressed = [comms for comms in self.unit_comms if comms.pair is not None]
+        self._steps = OptimizerSteps(compressed, self._context.alarm, then)
         self._handles += self._steps.register()
 
-    def _installed(self) -> Iterator[Installed]:
-        return ((comms, *comms.pair) for comms in self.unit_comms if comms.pair is not None)
+    @property
+    def _pairs(self) -> list[CommPair]:
+        return [comms.pair for comms in self.unit_comms if comms.pair is not None]
 
     @property
     def _will_keep(self) -> Footprint:

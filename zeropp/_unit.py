@@ -1,101 +1,177 @@
-"""What each unit sends: by which Config, over which nodes and hops, through which comms, or why zeropp leaves
-it alone."""
+"""One unit under zeropp: its Config, its comms, and the state of its gradients."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch.autograd import Variable
 
 from ._footprint import Footprint
 from .comm import Alarm, AllGather, Ledger, ReduceScatter, Scratch, Wire
+from .comm.execution import Comm, Execution, Inline
+from .comm.reduce_scatter import GradientSync
+from .comm.side_stream import SideStream
 from .config import Config
-from .cpu.overlap import Overlap, UnitOverlap, can_overlap
+from .cpu.comm_threads import comm_thread
+from .cpu.late_gradients import LateGradients, LateReduceScatter
+from .cpu.prefetch import Prefetch, PrefetchingAllGather
 from .fsdp2.units import Unit
 from .fsdp2.zero_grad import GradientWatch
 from .quant import QUANTIZABLE_DTYPES
 from .topology import Hop, Topology
 
-logger = logging.getLogger("zeropp")
-
-NUMBERS = ("parameters", "kept bytes", "will keep", "pending")
-"""Columns of `CompressedUnit.describe`."""
-
 
 class CommPair(NamedTuple):
-    """What takes the place of FSDP2's two collectives in one unit."""
+    """zeropp's two collectives of a unit."""
 
     all_gather: AllGather
-    """Gathers its weights."""
     reduce_scatter: ReduceScatter
-    """Reduces its gradients."""
 
     def take_over(self, others: CommPair) -> None:
-        """Go on with what `others` have kept."""
+        """Continue with the node shards, stored errors and counts of `others`, as far as they mean the
+        same."""
         self.all_gather.take_over(others.all_gather)
         self.reduce_scatter.take_over(others.reduce_scatter)
 
 
-@dataclass
+class ModelContext(NamedTuple):
+    """State that all units of a model share."""
+
+    ledger: Ledger
+    scratch: Scratch
+    alarm: Alarm
+    prefetch: Prefetch
+    late: LateGradients
+
+    @classmethod
+    def new(cls) -> ModelContext:
+        return cls(Ledger(), Scratch(), Alarm(), Prefetch(), LateGradients())
+
+    def remove_overlap(self) -> None:
+        """Restore FSDP2's settings, with no transfer left on its way."""
+        self.late.abandon_failed()
+        self.prefetch.remove()
+
+
 class CompressedUnit:
-    """What one unit sends and keeps, or why it is left alone."""
+    """A unit of the model, and the comms that zeropp gives it. Left alone: FSDP2's own comms stay in
+    place."""
 
-    unit: Unit
-    config: Config
-    topology: Topology | None = None
-    pair: CommPair | None = None
-    """None: FSDP2's own comms are in place."""
-    left_alone: str | None = None
-    """Why FSDP2's own comms stay in place, or None."""
-    separates_reductions: bool = False
-    """Whether gradients have hop groups of their own."""
-    notes: list[str] = field(default_factory=list)
-    requires_sync: bool = True
-    """False: gradients wait, as far as the unit's route allows, for a later backward to go across nodes."""
-    instead_of_fsdp2: bool = False
-    """Whether the loop had asked FSDP2 for that, which would have sent nothing either."""
-    may_hold: bool = True
-    """Whether zeropp may make FSDP2 hold the gradients of the whole model, where nothing less can be put off.
-    Not while it chooses a Config by itself: they may not fit, and plain FSDP2 would have reduced them."""
-    has_put_off: bool = False
-    """Whether gradients that FSDP2 holds may be there because `set_sync` was called."""
+    def __init__(self, unit: Unit, config: Config, context: ModelContext, *, may_hold: bool = True) -> None:
+        """Make the comms of `unit`. Changes nothing in the model, but may create process groups.
 
-    def __post_init__(self) -> None:
-        self.gradients = GradientWatch(self.unit.name, lambda: self.unit.params)
+        Args:
+            may_hold: whether FSDP2 may hold full gradients where nothing less can be deferred. False while
+                "auto" searches: they may not fit into memory, and plain FSDP2 would have reduced them.
+        """
+        self.unit, self.config = unit, config
+        self.left_alone = unit.why_left_alone()
+        """Why FSDP2's own comms stay in place, or None."""
+        self.topology: Topology | None = None
+        self.pair: CommPair | None = None
+        """zeropp's comms; None: left alone, or removed."""
+        self.reduces_in_own_groups = unit.reduces_in_own_group
+        """Whether hops of gradients have separate process groups, as FSDP2 was asked to have."""
+        self.gradients = GradientWatch(unit.name, lambda: unit.params, self._waits_for_next_use)
+        self._may_hold = may_hold
+        self._has_deferred = False
+        """Whether gradients that FSDP2 holds may be there because `set_sync` deferred them."""
+        self._installed: tuple[Comm, Comm] | None = None
+        if not self.left_alone and unit.group is not None:
+            self.topology = Topology.of(unit.group, config.node_size)
+            self._make_comms(context)
+
+    def _make_comms(self, context: ModelContext) -> None:
+        unit, config, topology = self.unit, self.config, self.topology
+        assert topology is not None
+        on_gloo = can_overlap(unit)
+        in_threads = config.overlap and on_gloo
+        hops, back = _hops_of(topology, config, self.reduces_in_own_groups, in_threads)
+        wire = Wire(unit.name, topology, context.ledger, context.scratch, context.alarm, on_gloo)
+        for_weights = config
+        if unit.gather_extensions() or not unit.gather_dtypes() & QUANTIZABLE_DTYPES:
+            for_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
+        inline: Execution = Inline() if unit.device.type == "cpu" else SideStream()
+        gather = AllGather(
+            *(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
+            execution=comm_thread("gather") if in_threads else inline,
+            is_early=lambda: unit.is_idle,
+        )
+        reduce = ReduceScatter(
+            *(wire, back[::-1], config, self.gradients, unit.reduce_pieces),
+            execution=comm_thread("reduce") if in_threads else Inline(),
+        )
+        self.pair = CommPair(gather, reduce)
+        self._installed = self.pair
+        if in_threads:
+            self._installed = (
+                PrefetchingAllGather(gather, unit, context.prefetch, context.late),
+                LateReduceScatter(reduce, unit, context.late),
+            )
+
+    def install(self, owner: Any) -> list[Any]:
+        """Put the comms in place of FSDP2's. Returns handles of the hooks on the model."""
+        self.unit.send_unused_while(self._needs_all_gradients)
+        if self.pair is None or self._installed is None:
+            return []
+        self._installed[0].owner = owner
+        self.unit.install(*self._installed)
+        handles: list[Any] = [
+            *self.unit.on_load(self.invalidate),
+            *self.unit.before_forward(self.pair.all_gather.used),
+        ]
+        if self.pair.reduce_scatter.feedback is not None:
+            handles += self.unit.on_load(self.pair.reduce_scatter.feedback.reset)
+        return handles
+
+    def remove(self) -> None:
+        """Restore FSDP2's comms and switches."""
+        if self.gradients.sync is not GradientSync.ACROSS:
+            self.set_sync(GradientSync.ACROSS)
+        if self.pair is not None:
+            self.unit.drop_gathered()
+            self.unit.restore()
+        self.unit.send_unused_as_set()
+        self.pair = self._installed = None
 
     @property
     def has_current_groups(self) -> bool:
-        """Whether process groups are still as the user wants them."""
-        return self.pair is None or self.separates_reductions == self.unit.reduces_in_own_group
+        """Whether process groups are as FSDP2 is asked to have them now."""
+        return self.pair is None or self.reduces_in_own_groups == self.unit.reduces_in_own_group
 
     @property
     def has_history(self) -> bool:
-        """Whether something is kept that does not follow from the weights: a checkpoint must hold it."""
+        """Whether the unit has state that cannot be rebuilt from the weights: a checkpoint must save it."""
         config = self.config
-        rounds_at_random = config.rounding == "stochastic" or config.gradients_pending == "bf16"
-        has_history = config.weights == "delta-int4" or config.error_feedback or rounds_at_random
-        return self.pair is not None and has_history
+        is_random = config.rounding == "stochastic" or config.gradients_pending == "bf16"
+        return self.pair is not None and (
+            config.weights == "delta-int4" or config.error_feedback or is_random
+        )
+
+    # Gradient sync
+
+    @property
+    def requires_sync(self) -> bool:
+        """Whether gradients of the next backward cross nodes."""
+        return self.gradients.sync is GradientSync.ACROSS
 
     @property
     def defers_across(self) -> bool:
-        """Whether the hop across nodes can be left out, as [Note: Accumulation] in reduce_scatter.py says."""
+        """Whether the hop across nodes can be deferred: [Note: Accumulation] in comm/reduce_scatter.py."""
         return self.pair is not None and self.pair.reduce_scatter.can_defer
 
     @property
-    def fsdp2_puts_off(self) -> Literal["all-reduce", "reduction"] | None:
-        """What else leaves the node, and FSDP2 itself can put off: HSDP's all-reduce, or the whole reduction
-        where one collective reduces inside and across nodes."""
+    def fsdp2_defers(self) -> Literal["all-reduce", "reduction"] | None:
+        """The FSDP2 collective to defer while cross-node sync is off: HSDP's all-reduce, or the whole
+        reduction where one collective reduces inside and across nodes. None: no other collective leaves the
+        node."""
         unit, topology = self.unit, self.topology
-        stays_in_node = topology is None or topology.is_one_node or self.defers_across
         if unit.is_hsdp or unit.group is None:
+            stays_in_node = topology is None or topology.is_one_node or self.defers_across
             return "all-reduce" if stays_in_node else "reduction"
         sends_nothing = topology is None and unit.group.size() == 1
         if sends_nothing or (topology is not None and self.config.route == "two-hop"):
@@ -106,37 +182,50 @@ class CompressedUnit:
     def has_pending(self) -> bool:
         """Whether gradients of the unit wait for cross-node sync."""
         ours = self.pair is not None and self.pair.reduce_scatter.pending is not None
-        return ours or (self.has_put_off and self.unit.holds_gradients)
+        return ours or (self._has_deferred and self.unit.holds_gradients)
 
-    def set_sync(self, requires_sync: bool, instead_of_fsdp2: bool = False) -> None:
-        """Whether gradients of the next backwards go across nodes."""
-        self.requires_sync, self.instead_of_fsdp2 = requires_sync, instead_of_fsdp2
-        puts_off = self.fsdp2_puts_off
-        if puts_off == "reduction" and not (requires_sync or instead_of_fsdp2 or self.may_hold):
-            puts_off = None
-        self.has_put_off |= not requires_sync and puts_off is not None
-        if self.pair is not None and self.defers_across:
-            self.pair.reduce_scatter.set_sync_across(requires_sync, counts_baseline=not instead_of_fsdp2)
-        if puts_off == "all-reduce":
+    def set_sync(self, sync: GradientSync) -> None:
+        """Choose what the next backwards do with gradients."""
+        self.gradients.sync = sync
+        deferred = self.fsdp2_defers
+        if deferred == "reduction" and sync is GradientSync.DEFERRED and not self._may_hold:
+            deferred = None
+        requires_sync = sync is GradientSync.ACROSS
+        self._has_deferred |= not requires_sync and deferred is not None
+        if deferred == "all-reduce":
             self.unit.module.set_requires_all_reduce(requires_sync, recurse=False)
-        elif puts_off == "reduction":
+        elif deferred == "reduction":
             self.unit.set_requires_gradient_sync(requires_sync)
 
-    def needs_all_gradients(self) -> bool:
-        """Whether the next reduction has zeros for parameters without a gradient. Kept errors need one layout
-        in every step. Gradients that add up as one buffer need it while they do: with sync off, and until
-        the buffer is sent. So `.grad` depends on the step, and not on those before it."""
+    def flush(self) -> None:
+        """Send pending gradients across nodes."""
+        before = self.gradients.sync
+        self.set_sync(GradientSync.ACROSS)  # FSDP2's switches, too
+        self.unit.reduce_zeros(_Flush(self._installed[1]) if self._installed and self.defers_across else None)
+        self.set_sync(before)
+
+    def drop_pending(self) -> None:
+        """Forget gradients that wait for cross-node sync."""
+        if self.pair is not None:
+            self.pair.reduce_scatter.drop_pending()
+        if self._has_deferred:
+            self.unit.drop_held_gradients()
+
+    def _needs_all_gradients(self) -> bool:
+        """Whether the next reduction has zeros for parameters without a gradient. Stored errors need one
+        layout in every step. Gradients that add up in one buffer need one while they do: with sync deferred,
+        and until the buffer is sent. So `.grad` depends on the current step, and not on earlier ones."""
         ours = self.pair.reduce_scatter if self.pair is not None else None
         if ours is not None and ours.feedback is not None:
             return True
-        if not (self.defers_across or self.fsdp2_puts_off == "all-reduce"):
+        if not (self.defers_across or self.fsdp2_defers == "all-reduce"):
             return False
-        waits = self.unit.holds_partial_sums or (ours is not None and ours.pending is not None)
-        return waits or not self.requires_sync
+        is_pending = self.unit.holds_partial_sums or (ours is not None and ours.pending is not None)
+        return is_pending or not self.requires_sync
 
-    def waits_for_next_use(self) -> bool:
-        """In a backward with sync on: whether pending gradients wait for the unit's next use in it, so that
-        they cross nodes once. At the end of backward they are sent in any case."""
+    def _waits_for_next_use(self) -> bool:
+        """In a backward with sync: whether pending gradients wait for the unit's next use in it, so that they
+        cross nodes once. The end of backward sends them in any case."""
         if self.unit.has_more_uses:
             Variable._execution_engine.queue_callback(self._send_rest)
             return True
@@ -146,53 +235,31 @@ class CompressedUnit:
         if self.requires_sync and self.pair is not None and self.pair.reduce_scatter.pending is not None:
             self.flush()
 
-    def flush(self) -> None:
-        """Send pending gradients across nodes."""
-        before = (self.requires_sync, self.instead_of_fsdp2)
-        self.set_sync(True)
-        ours = self.pair.reduce_scatter.flushing() if self.pair and self.defers_across else nullcontext()
-        with ours:
-            self.unit.reduce_zeros()
-        self.set_sync(*before)
-
-    def drop_pending(self) -> None:
-        """Forget gradients that wait for cross-node sync."""
-        if self.pair is not None:
-            self.pair.reduce_scatter.drop_pending()
-        if self.has_put_off:
-            self.unit.drop_held_gradients()
+    # Changed weights
 
     def after_step(self, changed: Collection[int]) -> None:
-        """An optimizer changed these parameters."""
+        """An optimizer has changed these parameters."""
         if self.pair is not None:
             self.forget_unused()
             self.pair.all_gather.after_step(changed)
 
     def forget_unused(self) -> None:
-        """Forget weights that were gathered early and that no forward has used: the unit goes on as if they
-        had not been gathered."""
+        """Forget an early gather that no forward has used: the unit continues as if it had not been
+        gathered."""
         if self.pair is not None:
             self.unit.drop_early_gather()
             self.pair.all_gather.undo_unused()
 
     def invalidate(self) -> None:
-        """The weights are others now: the next gather sends all of them."""
+        """The weights have changed: the next gather sends all of them."""
         if self.pair is not None:
             self.unit.drop_early_gather()
             self.pair.all_gather.invalidate()
 
-    def remove(self) -> None:
-        """Give the unit back to FSDP2, as it was."""
-        if not self.requires_sync:
-            self.set_sync(True)
-        if self.pair is not None:
-            self.unit.drop_gathered()
-            self.unit.restore()
-        self.unit.send_unused_as_set()
-        self.pair = None
+    # Memory
 
     def keeps(self) -> Footprint:
-        """What is kept of the unit now."""
+        """Memory of the unit now."""
         if self.pair is None:
             return Footprint()
         weights, gradients = self.pair
@@ -203,7 +270,7 @@ class CompressedUnit:
         )
 
     def will_keep(self) -> Footprint:
-        """What is kept of it when all of it is in place, and gradients accumulate without cross-node sync."""
+        """Memory of the unit after a step in which gradients accumulate without cross-node sync."""
         if self.pair is None:
             return Footprint()
         weights, gradients = self.pair
@@ -214,50 +281,20 @@ class CompressedUnit:
             pending=gradients.pending_bytes(reduced),
         )
 
-    @property
-    def remarks(self) -> list[str]:
-        """What is worth knowing about the unit."""
-        frozen = self.unit.frozen  # asked now: it may have been changed, or loaded, since
-        return [*self.notes, frozen] if frozen else self.notes
 
-    def describe(self) -> dict[str, str]:
-        """What the unit sends, in words; the columns of `ZeroPP.summary`."""
-        row = {"unit": self.unit.label, "parameters": f"{sum(p.numel() for p in self.unit.params):,}"}
-        if self.pair is None or self.topology is None:
-            why = f"left alone: {self.left_alone}" if self.left_alone else "removed"
-            return row | {
-                "nodes": "",
-                "weights": "FSDP2",
-                "kept bytes": "",
-                "will keep": "",
-                "pending": "",
-                "gradients": "FSDP2",
-                "notes": why,
-            }
-        (weights, gradients), will_keep = self.pair, self.will_keep()
-        return row | {
-            "nodes": self.topology.describe(),
-            "weights": " -> ".join(f"{weights.codec_name(hop)} {hop.name}" for hop in weights.hops),
-            "kept bytes": f"{self.keeps().total:,}",
-            "will keep": f"{will_keep.node_shard + will_keep.errors:,}",
-            "pending": f"{will_keep.pending:,}",
-            "gradients": " -> ".join(
-                f"{gradients.codec_names[hop.name]} {hop.name}" for hop in gradients.hops
-            )
-            + (", rotated" if self.config.rotates else ""),
-            "notes": "; ".join(self.remarks),
-        }
+class _Flush(Comm):
+    """A reduce-scatter that sends pending gradients: its input is zeros, and no call of the training loop."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._inner(*args, **kwargs, is_flush=True)
 
 
-def summary_table(unit_comms: Sequence[CompressedUnit]) -> Table:
-    """A line for every unit: see `ZeroPP.summary`."""
-    rows = [comms.describe() for comms in unit_comms]
-    table = Table(title=f"zeropp on {len(rows)} units")
-    for column in rows[0]:
-        table.add_column(column, justify="right" if column in NUMBERS else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+def can_overlap(unit: Unit) -> bool:
+    """Whether the unit is on a CPU, with a backend that sends while other threads compute."""
+    return unit.device.type == "cpu" and unit.group is not None and "gloo" in dist.get_backend(unit.group)
 
 
 def check_configs(config: Config, overrides: Mapping[str, Config]) -> None:
@@ -269,6 +306,7 @@ def check_configs(config: Config, overrides: Mapping[str, Config]) -> None:
 
 
 def choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Config]) -> dict[Unit, Config]:
+    """The Config of each unit: the first override whose pattern matches one of its names, or `config`."""
     check_configs(config, overrides)
     chosen: dict[Unit, Config] = {}
     unmatched = set(overrides)
@@ -284,100 +322,15 @@ def choose_configs(units: list[Unit], config: Config, overrides: Mapping[str, Co
     return chosen
 
 
-class Shared(NamedTuple):
-    """What all units of a model have in common."""
-
-    ledger: Ledger
-    scratch: Scratch
-    alarm: Alarm
-    overlap: Overlap
-
-    @classmethod
-    def new(cls) -> Shared:
-        return cls(Ledger(), Scratch(), Alarm(), Overlap())
-
-
-def decide_comms(unit: Unit, config: Config, shared: Shared, *, may_hold: bool = True) -> CompressedUnit:
-    """Decide what the unit sends. Changes nothing in the model, but may create process groups."""
-    comms = CompressedUnit(unit, config, left_alone=unit.why_left_alone(), may_hold=may_hold)
-    if comms.left_alone or unit.group is None:
-        return comms
-    comms.separates_reductions = unit.reduces_in_own_group
-    comms.topology = topology = Topology.of(unit.group, config.node_size)
-    on_gloo = can_overlap(unit)
-    beside = UnitOverlap(unit, shared.overlap) if config.overlap and on_gloo else None
-    hops, back = _hops_of(topology, config, comms.separates_reductions, in_lanes=beside is not None)
-    wire = Wire(unit.name, topology, shared.ledger, shared.scratch, shared.alarm, on_gloo)
-    for_weights = config
-    if unit.gather_extensions() or not unit.gather_dtypes() & QUANTIZABLE_DTYPES:
-        for_weights = replace(config, weights="none", delta_in_node="int8", refresh_every=0)
-    comms.pair = CommPair(
-        AllGather(
-            *(wire, hops, for_weights, unit.gathered, unit.version, unit.trained),
-            overlap=beside,
-            is_early=lambda: unit.is_idle,
-        ),
-        ReduceScatter(
-            *(wire, back[::-1], config, comms.gradients, unit.reduce_pieces, beside),
-            waits=comms.waits_for_next_use,
-        ),
-    )
-    as_they_are = _why_weights_stay(unit)
-    if config.weights != "none" and as_they_are:
-        comms.notes.append(f"weights sent as they are: {as_they_are}")
-    reduced = unit.reduce_dtype()
-    encoded = {config.gradients_in_node, config.gradients_across} != {"none"}
-    if encoded and reduced is not None and reduced not in QUANTIZABLE_DTYPES:
-        comms.notes.append(f"gradients sent as they are: dtype {_names({reduced})}")
-    if config.weights == "int4":
-        comms.notes.append("int4 weights are known to ruin training")
-    if unit.is_hsdp:
-        comms.notes.append("HSDP's all-reduce stays FSDP2's; on a 1-D mesh zeropp compresses all of it")
-    if not config.overlap and unit.device.type != "cpu":
-        comms.notes.append("overlap=False has no effect: on this device FSDP2 overlaps by itself")
-    if config.secondary and topology.is_one_node:
-        comms.notes.append("one node: no node shard to keep")
-    if config.error_feedback and topology.is_one_node:
-        comms.notes.append("one node: no hop between nodes for error feedback")
-    if comms.separates_reductions:
-        comms.notes.append("gradients in process groups of their own")
-    return comms
-
-
-def warn_if_large(unit_comms: Sequence[CompressedUnit], kept: Footprint) -> None:
-    """Say so if much is going to be kept of these units, before it is allocated."""
-    shards = sum(comms.unit.shard_bytes for comms in unit_comms)
-    if kept.total > shards and dist.get_rank() == 0:
-        logger.warning(
-            "zeropp: will keep more on every rank than its shards of the parameters, %s bytes: %s. summary() "
-            "has it by unit; Config(secondary=False) saves node shards, gradients_pending='bf16' half of "
-            "pending gradients, error_feedback=False kept errors",
-            *(f"{shards:,}", kept.describe()),
-        )
-
-
 def _hops_of(
-    topology: Topology, config: Config, separates_reductions: bool, in_lanes: bool
+    topology: Topology, config: Config, reduces_in_own_groups: bool, in_threads: bool
 ) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
-    """The hops of gathers, and those of reductions, in the order of a gather."""
-    directions = ("", "_reduce" if separates_reductions else "")
-    if in_lanes:  # [Note: Order in a lane] in cpu/comm_threads.py
+    """The hops of gathers, and those of reductions, both in the order of a gather."""
+    directions = ("", "_reduce" if reduces_in_own_groups else "")
+    if in_threads:  # [Note: Order in a thread] in cpu/comm_threads.py
         directions = ("_gather_lane", "_reduce_lane")
     if config.route == "two-hop":
-        gathers, reductions = (topology.hops(name, own_groups=in_lanes) for name in directions)
+        gathers, reductions = (topology.hops(name, own_groups=in_threads) for name in directions)
     else:
-        gathers, reductions = ((topology.flat_hop(name, own_groups=in_lanes),) for name in directions)
+        gathers, reductions = ((topology.flat_hop(name, own_groups=in_threads),) for name in directions)
     return gathers, reductions
-
-
-def _why_weights_stay(unit: Unit) -> str | None:
-    """Why the unit's weights, or some of them, cannot be encoded, or None."""
-    if types := unit.gather_extensions():  # already encoded by their own type
-        return f"gathered through {' and '.join(sorted(types))}"
-    if others := unit.gather_dtypes() - QUANTIZABLE_DTYPES:
-        return f"dtype {_names(others)}"
-    return None
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

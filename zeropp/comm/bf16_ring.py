@@ -29,90 +29,108 @@ from torch.distributed import ProcessGroup, ReduceOp
 from ..quant import Segment
 from ..topology import Hop
 from .chunks import ChunkPolicy, column_chunks
+from .execution import Transfer, pipelined
 from .ledger import WorkKey
-from .pipeline import pipelined
 from .wire import Wire
 
 WIRE_DTYPE = torch.bfloat16
 CHUNK_MULTIPLE = 16  # elements; there are no blocks to respect, and any number gives the same sums
 
 
-def reduce_scatter_bf16(
-    wire: Wire,
-    hop: Hop,
-    rows: Tensor,
-    out: Tensor,
-    group: ProcessGroup,
-    op: ReduceOp | ReduceOp.RedOpType,
-    factor: float,
-    cut: ChunkPolicy,
-    slot: int,
-) -> Generator[None]:
-    """out [1, S] = the own row, summed over all ranks' rows [W, S] as `op` says, whose factor is `factor`."""
-    if rows.device.type == "cpu":  # gloo's own sends twice as much, and knows no PREMUL_SUM
-        scale = None if factor == 1.0 else torch.tensor(factor, dtype=WIRE_DTYPE)
+class RingReduction(Transfer):
+    """Reduces the rows [W, S] of all ranks to this rank's shard [1, S] in a ring."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        hop: Hop,
+        rows: Tensor,
+        out: Tensor,
+        group: ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        factor: float,
+        cut: ChunkPolicy,
+    ) -> None:
+        """Describe a reduction: `op` is FSDP2's operation, and `factor` the factor that it has."""
+        self.unit, self.device = wire.unit, rows.device
+        self._wire, self._hop, self._group, self._op = wire, hop, hop.group or group, op
+        self._rows, self._out, self._cut = rows, out, cut
+        self._scale = None if factor == 1.0 else torch.tensor(factor, dtype=WIRE_DTYPE)
+        self._slot = 0
+
+    def prepare(self, slot: int) -> None:
+        self._slot = slot
+
+    def steps(self) -> Generator[None]:
+        rows, out = self._rows, self._out
+        if self.device.type != "cpu":
+            self._reduce_by_backend()
+            return
+        # gloo's own reduce-scatter sends twice as much, and has no PREMUL_SUM.
+        columns = column_chunks(self._cut, [Segment(rows.shape[1], CHUNK_MULTIPLE)])
         yield from pipelined(
-            _pass_around(wire, hop, number, slot, rows[:, columns.at], out[:, columns.at], group, scale)
-            for number, columns in enumerate(column_chunks(cut, [Segment(rows.shape[1], CHUNK_MULTIPLE)]))
+            self._pass_around(number, rows[:, part.at], out[:, part.at])
+            for number, part in enumerate(columns)
         )
-        return
-    wire.count_flat_ring("reduce_scatter", out.numel() * WIRE_DTYPE.itemsize)
-    with wire.label("reduce_scatter", "encode"):
-        sent = rows.to(WIRE_DTYPE)
-    reduced = torch.empty_like(out, dtype=WIRE_DTYPE)
-    with wire.label("reduce_scatter", "flat"):
-        dist.reduce_scatter_single(reduced.view(-1), sent.view(-1), op=op, group=group)
-    with wire.label("reduce_scatter", "decode"):
-        out.copy_(reduced)
-    _count_work(wire, rows, out)
 
+    def _reduce_by_backend(self) -> None:
+        wire, rows, out = self._wire, self._rows, self._out
+        wire.count_flat_ring("reduce_scatter", out.numel() * WIRE_DTYPE.itemsize)
+        with wire.label("reduce_scatter", "encode"):
+            sent = rows.to(WIRE_DTYPE)
+        reduced = torch.empty_like(out, dtype=WIRE_DTYPE)
+        with wire.label("reduce_scatter", "flat"):
+            dist.reduce_scatter_single(reduced.view(-1), sent.view(-1), op=self._op, group=self._group)
+        with wire.label("reduce_scatter", "decode"):
+            out.copy_(reduced)
+        _count_work(wire, rows, out)
 
-def _pass_around(
-    wire: Wire,
-    hop: Hop,
-    number: int,
-    slot: int,
-    rows: Tensor,
-    out: Tensor,
-    group: ProcessGroup,
-    scale: Tensor | None,
-) -> Generator[None]:
-    """Some columns of the rows [W, S], out of messages between neighbours. Yields while one is on the way.
+    def _pass_around(self, number: int, rows: Tensor, out: Tensor) -> Generator[None]:
+        """Reduce some columns of the rows [W, S] by messages between neighbours.
 
-    Every rank sends and receives those of a chunk in the same order: the k-th is the same for both ends.
-    """
-    group, tag = hop.group or group, wire.tag(number)
-    ring, label = wire.topology.ring, partial(wire.label, "reduce_scatter")
-    size, place = len(ring), ring.index(wire.topology.rank)
-    successor, predecessor = ring[(place + 1) % size], ring[place - 1]
-    held, arriving, own = (
-        wire.scratch.take(
-            f"reduce_scatter.ring.{slot}.{number}.{name}", rows.shape[1], dtype=WIRE_DTYPE, device=rows.device
-        )
-        for name in ("held", "arriving", "own")
-    )
-    with label("encode"):
-        _contribution(rows[predecessor], scale, held)
-    for distance in range(2, size + 1):
-        with label("flat"):
-            messages = (
-                dist.irecv(arriving.view(torch.uint8), group=group, group_src=predecessor, tag=tag),
-                dist.isend(held.view(torch.uint8), group=group, group_dst=successor, tag=tag),
+        Every rank sends and receives the messages of a chunk in one order: the k-th is the same for both
+        ends.
+        """
+        wire, group, tag = self._wire, self._group, self._wire.tag(number)
+        ring, label = wire.topology.ring, partial(wire.label, "reduce_scatter")
+        size, place = len(ring), ring.index(wire.topology.rank)
+        successor, predecessor = ring[(place + 1) % size], ring[place - 1]
+        held, arriving, own = (
+            wire.scratch.take(
+                f"reduce_scatter.ring.{self._slot}.{number}.{name}",
+                rows.shape[1],
+                dtype=WIRE_DTYPE,
+                device=self.device,
             )
+            for name in ("held", "arriving", "own")
+        )
         with label("encode"):
-            _contribution(rows[ring[place - distance]], scale, own)
-        yield
-        with label("flat"):
-            for message in messages:
-                if message is not None:
-                    hop.wait_for(message)
+            self._contribute(rows[predecessor], held)
+        for distance in range(2, size + 1):
+            with label("flat"):
+                messages = (
+                    dist.irecv(arriving.view(torch.uint8), group=group, group_src=predecessor, tag=tag),
+                    dist.isend(held.view(torch.uint8), group=group, group_dst=successor, tag=tag),
+                )
+            with label("encode"):
+                self._contribute(rows[ring[place - distance]], own)
+            yield
+            with label("flat"):
+                for message in messages:
+                    if message is not None:
+                        self._hop.wait_for(message)
+            with label("decode"):
+                arriving.add_(own)  # [Note: Sums as NCCL makes them]
+            held, arriving = arriving, held
         with label("decode"):
-            arriving.add_(own)  # [Note: Sums as NCCL makes them]
-        held, arriving = arriving, held
-    with label("decode"):
-        out.copy_(held)
-    wire.count_flat_ring("reduce_scatter", held.numel() * WIRE_DTYPE.itemsize)
-    _count_work(wire, rows, out)
+            out.copy_(held)
+        wire.count_flat_ring("reduce_scatter", held.numel() * WIRE_DTYPE.itemsize)
+        _count_work(wire, rows, out)
+
+    def _contribute(self, row: Tensor, into: Tensor) -> None:
+        into.copy_(row)
+        if self._scale is not None:
+            into.mul_(self._scale)
 
 
 def _count_work(wire: Wire, rows: Tensor, out: Tensor) -> None:
@@ -120,9 +138,3 @@ def _count_work(wire: Wire, rows: Tensor, out: Tensor) -> None:
     record = wire.ledger.record_work
     record(WorkKey(wire.unit, "reduce_scatter", "flat", "encode", "bf16"), rows.numel())
     record(WorkKey(wire.unit, "reduce_scatter", "flat", "decode", "bf16"), out.numel())
-
-
-def _contribution(row: Tensor, scale: Tensor | None, into: Tensor) -> None:
-    into.copy_(row)
-    if scale is not None:
-        into.mul_(scale)

@@ -20,9 +20,10 @@ itself must come before the first chunk is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from ..config import Config
 from ..topology import Hop
 from .column_groups import ColumnGroup, columns_as
 from .delta_weights import send_difference
-from .layout import GatherChunk, Place, gather_chunks
+from .execution import run_to_end
+from .layout import DecodeTarget, GatherChunk, gather_chunks, kept_codec_name
 from .node_shard import NodeShard, Send, fingerprint
 from .wire import Wire
 
@@ -52,7 +54,7 @@ class Gathering:
 
 
 class GroupGather:
-    """Gathers one group of a unit's weights, and keeps its node shard."""
+    """Gathers one group of a unit's weights, and owns its node shard."""
 
     def __init__(
         self,
@@ -67,6 +69,11 @@ class GroupGather:
         self.hops = hops
         self.columns = columns
         self.chunks = gather_chunks(wire, hops, config, columns, first_chunk)
+        name, dtype = kept_codec_name(hops, config, columns.dtype), columns.dtype
+        self.is_plain = hops[0].name == "flat" and (
+            name == "none" or (name, dtype) == ("bf16", torch.bfloat16)
+        )
+        """Whether the backend's own all-gather does the same: a flat route, and nothing to encode."""
         self.node_shard: NodeShard | None = None
         if config.secondary and hops[0].name == "across":
             self.node_shard = NodeShard(
@@ -79,21 +86,46 @@ class GroupGather:
 
     @property
     def node_shard_bytes(self) -> int:
-        """What the node shard takes once it is filled."""
+        """Bytes of the node shard once it is filled."""
         if self.node_shard is None:
             return 0
         return sum(self.hops[0].size * chunk.sent.row_bytes for chunk in self.chunks)
 
-    def reserve(self, device: torch.device) -> None:
-        """Have the memory of the node shard, from the thread that will give it up again: what a short-lived
-        thread has allocated, malloc need not give back to the system."""
+    def prepare(self, is_early: bool, device: torch.device) -> None:
+        """Before a gather, in the caller's thread."""
         if self.node_shard is not None:
+            self.node_shard.prepare(is_early, device)
             for chunk in self.chunks:
-                self.node_shard.buffer(chunk.number, self.hops[0].size, chunk.sent.row_bytes, device)
+                # Allocate in the thread that frees it: malloc need not return a short-lived thread's memory.
+                self._kept_row(chunk, device)
+
+    def _kept_row(self, chunk: GatherChunk, device: torch.device) -> Tensor:
+        """The node shard of a chunk, [N, E]."""
+        assert self.node_shard is not None
+        return self.node_shard.buffer(chunk.number, self.hops[0].size, chunk.sent.row_bytes, device)
+
+    def why_not_load(self, state: Mapping[str, Any]) -> str | None:
+        """Why a saved reference does not fit, or None."""
+        saved, mine = [len(row) for row in state["rows"]], [chunk.sent.row_bytes for chunk in self.chunks]
+        return None if saved == mine else f"a reference of {saved} bytes by chunk, expected {mine}"
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], shard_group: ProcessGroup, device: torch.device
+    ) -> None:
+        """Restore the reference: this rank's row from `state`, the others' from the ranks of the rail."""
+        hop, kept = self.hops[0], self.node_shard
+        if kept is None or not kept.takes_differences:
+            return
+        with kept.in_use(device):
+            for chunk, row in zip(self.chunks, state["rows"], strict=True):
+                rows = self._kept_row(chunk, device)
+                rows[self.wire.member(hop)].copy_(row)
+                run_to_end(self.wire.all_gather(hop, shard_group, rows, chunk.number))
+        kept.load_state_dict(state)
 
     @contextmanager
     def gathering(self, shard: Tensor, out: Tensor, group: ProcessGroup, slot: int) -> Iterator[Gathering]:
-        """Around the gather of a unit's shard [S] to out [W, S]: decides what is sent, and notes that it was.
+        """Around the gather of a unit's shard [S] to out [W, S]: decide what to send, then record it.
 
         Entered before the first chunk of any group is decoded: see [Note: Own slot].
         """
@@ -102,14 +134,14 @@ class GroupGather:
             yield Gathering(packed, out, Send.WEIGHTS, group, slot)
             return
         with kept.in_use(shard.device):
-            kept.notice_operations()
             send = kept.next_send
             if send is Send.NOTHING:
                 kept.check(packed, self.wire.alarm)
-            source = None if send is Send.NOTHING else fingerprint(packed)
-            kept.raise_unless_restored_fits([chunk.sent.row_bytes for chunk in self.chunks])
-            yield Gathering(packed, out, send, group, slot)
-            kept.gathered(send, source)
+                yield Gathering(packed, out, send, group, slot)
+            else:
+                source = fingerprint(packed)
+                yield Gathering(packed, out, send, group, slot)
+                kept.gathered(send, source)
 
     def gather(self, gathering: Gathering, chunk: GatherChunk) -> Generator[None]:
         """Gather one chunk: its columns of this rank's packed shard [S] -> those of out [W, S]."""
@@ -117,15 +149,10 @@ class GroupGather:
         shard, send, group = gathering.shard[chunk.at], gathering.send, gathering.group
         size, device, member = (first.size, chunk.sent.row_bytes), shard.device, wire.member(first)
         key = f"{gathering.slot}.{chunk.number}"
-        restored = None
         if kept is None:
             encoded = wire.scratch.take(f"all_gather.encoded.{key}", *size, device=device)
         else:
-            encoded = kept.buffer(chunk.number, *size, device)  # [N, E]
-            restored = kept.restored_row(chunk.number)
-        if restored is not None:
-            encoded[member].copy_(restored)
-            yield from wire.all_gather(first, group, encoded, chunk.number)
+            encoded = self._kept_row(chunk, device)  # [N, E]
         if send is Send.DIFFERENCE and chunk.difference is not None:
             yield from send_difference(wire, first, group, chunk, shard, encoded, key)
         elif send is not Send.NOTHING:
@@ -163,7 +190,7 @@ class GroupGather:
         yield from self.wire.all_gather(hop, group, by_local, chunk.number)
         return gathered
 
-    def _decode(self, place: Place, encoded: Tensor, out: Tensor) -> None:
+    def _decode(self, place: DecodeTarget, encoded: Tensor, out: Tensor) -> None:
         """encoded [W, E] -> the columns of out [W, S] that the place names."""
         encoded, columns = encoded[:, place.at], out[:, place.columns]
         elements = columns_as(self.columns.dtype, columns)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from ..config import CodecName, Config
+from ..config import INTEGERS, CodecName, Config
 from ..quant import QUANTIZABLE_DTYPES, Codec, SegmentCodec, make_codec
 from ..quant.formats import RowOrder
 from ..topology import Hop, HopName
@@ -24,8 +24,6 @@ from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
 from .profiler_labels import Collective
 from .wire import Wire
 
-LAYOUT_VERSION = 2
-"""Version of rows, blocks and segments. Bytes that another version has saved mean something else."""
 MAX_LAYOUTS = 32
 """Kept by each comm: one for each set of parameters with gradients."""
 
@@ -81,7 +79,7 @@ class HopCodec:
 
 
 @dataclass(frozen=True)
-class Place:
+class DecodeTarget:
     """Where a part of a gathered row goes."""
 
     at: slice
@@ -103,7 +101,7 @@ class GatherChunk:
     """Encodes the shard for the first hop; the node shard is encoded so, too."""
     received: HopCodec
     """What the last hop brings, ..."""
-    places: tuple[Place, ...]
+    places: tuple[DecodeTarget, ...]
     """... and where that goes, stretch by stretch."""
     kept: HopCodec
     """The node shard, where it is decoded and encoded in place: with differences."""
@@ -127,6 +125,10 @@ class HopPlan:
     reduce_scatter.py."""
     shape: tuple[int, int, int]
     """Shape of what is sent, and of what arrives: members of the hop, rows for each, bytes of a row."""
+
+    @property
+    def is_integer(self) -> bool:
+        return self.on_wire.name in INTEGERS
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def gather_chunks(
             if first < last:
                 alone, at = received.part(first - part.at.start, last - part.at.start)
                 place = on_hop(received_on, received_name, alone, last - first)
-                places.append(Place(at, stretch.columns_of(first, last), place))
+                places.append(DecodeTarget(at, stretch.columns_of(first, last), place))
         chunks.append(
             GatherChunk(
                 number,
@@ -218,21 +220,9 @@ def gather_chunks(
     return tuple(chunks)
 
 
-def meaning_of(config: Config, fields: Sequence[str]) -> dict[str, Any]:
-    """What the bytes that a checkpoint holds mean: these fields of Config, and the version of the layout."""
-    return {"layout": LAYOUT_VERSION, **{name: getattr(config, name) for name in fields}}
-
-
-def why_not_the_same(
-    unit: str, what: str, state: Mapping[str, Any], expected: Mapping[str, Any]
-) -> str | None:
-    """How the meaning of saved bytes differs from the expected one, or None if it does not."""
-    saved = state.get("meaning", {})
-    different = [name for name, value in expected.items() if saved.get(name) != value]
-    if not different:
-        return None
-    texts = [f"{name} {saved.get(name)!r}, expected {expected[name]!r}" for name in different]
-    return f"unit '{unit}' has {what} of another Config: {'; '.join(texts)}"
+def same_fields(config: Config, other: Config, names: Sequence[str]) -> bool:
+    """Whether two Configs agree in these fields."""
+    return all(getattr(config, name) == getattr(other, name) for name in names)
 
 
 def is_float(dtype: torch.dtype) -> bool:

@@ -62,9 +62,8 @@ class Before(NamedTuple):
     state: State
     fingerprint: Tensor | None
     differences: int
-    restored: dict[int, Tensor]
     reference: dict[int, Tensor]
-    """Empty, unless a difference is added to it."""
+    """Copies of the reference; empty unless a difference is added to it."""
 
 
 class NodeShard:
@@ -91,8 +90,6 @@ class NodeShard:
         """Another one after every operation on the weights that all ranks run alike."""
         self._told_version = weights_version()
         self._kept: dict[int, Tensor] = {}
-        self._restored: dict[int, Tensor] = {}
-        """Own rows from a checkpoint, by chunk, until a gather has put them in place."""
         self._fingerprint: Tensor | None = None
         self._last_use: torch.Event | None = None
         self._before: Before | None = None
@@ -129,17 +126,17 @@ class NodeShard:
         return Send.WEIGHTS
 
     def prepare(self, is_early: bool, device: torch.device) -> None:
-        """Before each gather. is_early: nobody has asked for the weights yet, and perhaps nobody will."""
-        self.notice_operations()
+        """Before each gather. is_early: no forward has asked for the weights yet, and perhaps none will."""
+        self._notice_operations()
         send = self.next_send
         if send is Send.NOTHING:
             return
         reference: dict[int, Tensor] = {}
-        if is_early and send is Send.DIFFERENCE and not self._restored:
+        if is_early and send is Send.DIFFERENCE:
             with self.in_use(device):
                 reference = {chunk: kept.clone() for chunk, kept in self._kept.items()}
-        kept = Before(self.state, self._fingerprint, self.differences, self._restored, reference)
-        self._before = kept if is_early else None
+        before = Before(self.state, self._fingerprint, self.differences, reference)
+        self._before = before if is_early else None
 
     def used(self) -> None:
         """The weights of the last gather are computed with."""
@@ -149,35 +146,18 @@ class NodeShard:
         """Go back to before the last gather, if it was early and nobody has used it."""
         if self._before is not None:
             before, self._before = self._before, None
-            self.state, self._fingerprint, self.differences, self._restored, reference = before
+            self.state, self._fingerprint, self.differences, reference = before
             for chunk, kept in reference.items():
                 self._kept[chunk].copy_(kept)
 
-    def restored_row(self, chunk: int) -> Tensor | None:
-        """The own row of a chunk from a checkpoint, if it is not in place yet."""
-        return self._restored.get(chunk)
-
-    def raise_unless_restored_fits(self, row_bytes: list[int]) -> None:
-        """Before the first message, and on every rank alike: all have rows of the same length."""
-        saved = [row.numel() for _, row in sorted(self._restored.items())]
-        if saved and saved != row_bytes:
-            raise RuntimeError(
-                f"the loaded state of unit '{self.unit}' has a reference of {saved} bytes by chunk, and this "
-                f"run needs {row_bytes}: load a state of the same model and Config, or call invalidate() on "
-                "every rank to go on without it"
-            )
-
-    def gathered(self, sent: Send, source: Tensor | None) -> None:
-        """A gather has run, and sent `sent`; the buffers hold the encoded shard with the fingerprint `source`
-        and its peers. None: nothing was sent, and they hold what they held."""
-        self._restored = {}
-        if source is None:
-            return
+    def gathered(self, sent: Send, source: Tensor) -> None:
+        """A gather has sent `sent`: the buffers hold the encoded shard with the fingerprint `source`, and
+        those of its peers."""
         self._fingerprint = source
         self.differences = self.differences + 1 if sent is Send.DIFFERENCE else 0
         self.state = State.FRESH
 
-    def notice_operations(self) -> None:
+    def _notice_operations(self) -> None:
         """Before a gather: weights may have been operated on without a word; see [Note: Freshness]."""
         if self._weights_version() != self._told_version:
             logger.debug("zeropp: unit %s was changed in place, and is sent anew", self.unit)
@@ -196,27 +176,23 @@ class NodeShard:
         alarm.report(self.unit, mismatch)
 
     def state_dict(self, row: int) -> dict[str, Any]:
-        """For a checkpoint: one row of every chunk; other ranks have the others. Only differences have a
-        history."""
+        """For a checkpoint: one row of every chunk. The other ranks of the rail save the others. Only
+        differences have a history."""
         if not self.takes_differences or self.state is State.EMPTY:
             return {}
-        rows = [kept[row].clone() for _, kept in sorted(self._kept.items())]
-        if self._restored:
-            rows = [restored.clone() for _, restored in sorted(self._restored.items())]
-        source = None if self._fingerprint is None else self._fingerprint.clone()
-        kept = {"rows": rows, "fresh": self.state is State.FRESH, "fingerprint": source}
-        return {"node_shard": kept, "differences": self.differences}
+        assert self._fingerprint is not None
+        return {
+            "rows": [kept[row].clone() for _, kept in sorted(self._kept.items())],
+            "is_fresh": self.state is State.FRESH,
+            "fingerprint": self._fingerprint.clone(),
+            "differences": self.differences,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. The next gather first gives the own rows to the other nodes.
-
-        They may be on another device than the model (`map_location`): each is moved when it is first used."""
-        self.invalidate()
-        if state and self.takes_differences:
-            kept, self.differences = state["node_shard"], int(state["differences"])
-            self._restored = dict(enumerate(kept["rows"]))
-            self._fingerprint = kept["fingerprint"]
-            self.state = State.FRESH if kept["fresh"] else State.BEHIND
+        """Continue from `state`; its rows are in the buffers already."""
+        self.differences = int(state["differences"])
+        self._fingerprint = state["fingerprint"]
+        self.state = State.FRESH if state["is_fresh"] else State.BEHIND
 
     def weights_changed(self) -> None:
         """The next gather sends the weights again, or what changed. The memory is kept for it."""
@@ -228,7 +204,7 @@ class NodeShard:
         """The weights are others now: the next gather sends all of them. The memory is kept for it."""
         self._told_version = self._weights_version()
         self.state = State.EMPTY
-        self._restored, self._before = {}, None
+        self._before = None
 
     def release(self) -> None:
         """Give up the memory. The next gather sends the weights again, and allocates anew."""

@@ -34,7 +34,7 @@ class Alarm:
         self.at_once: bool | None = None
         """Whether a failed check raises where it is made. None: on CPU, where reading it costs nothing."""
         self._counts: dict[str, _Count] = {}
-        self._on_the_way: dict[str, _Count] = {}  # in order of sending
+        self.on_the_way: dict[str, _Count] = {}  # in order of sending
 
     def report(self, unit: str, mismatch: Tensor) -> None:
         """A check of the unit failed if `mismatch` (a bool on the device) is true. Call it on the stream of
@@ -47,24 +47,24 @@ class Alarm:
         count.found.add_(mismatch)
         if mismatch.device.type == "cpu" if self.at_once is None else self.at_once:
             self._raise({unit: count}, _Count.wait)
-        elif unit not in self._on_the_way:
+        elif unit not in self.on_the_way:
             count.send()
-            self._on_the_way[unit] = count
+            self.on_the_way[unit] = count
 
     def raise_if_known(self) -> None:
         """Raise if failed checks have arrived. Never waits."""
         arrived: dict[str, _Count] = {}
-        for unit, count in self._on_the_way.items():
+        for unit, count in self.on_the_way.items():
             if not count.has_arrived():
                 break
             arrived[unit] = count
         for unit in arrived:
-            del self._on_the_way[unit]
+            del self.on_the_way[unit]
         self._raise(arrived, _Count.read)
 
     def raise_if_any(self) -> None:
         """Wait for the device, and raise if any check has failed. Not for the hot path."""
-        self._on_the_way.clear()
+        self.on_the_way.clear()
         self._raise(self._counts, _Count.wait)
 
     def log_if_known(self) -> None:

@@ -7,17 +7,25 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..cpu.comm_threads import tag_of
 from ..topology import Hop, Topology
+from .cuda_graphs import refuse_capture
 from .ledger import Ledger
 from .profiler_labels import Collective, Label, labelled
 from .stale_weights import Alarm
+
+CHUNK_BITS = 10  # of the 31 bits of a message's tag
+
+
+def tag_of(unit: str, chunk: int = 0) -> int:
+    """Tag of the messages of a chunk. Units whose tags collide take turns, as if they were one unit."""
+    return crc32(unit.encode()) >> (CHUNK_BITS + 1) << CHUNK_BITS | chunk % (1 << CHUNK_BITS)
 
 
 class Scratch:
@@ -112,8 +120,15 @@ class Wire:
             text = self._labels[collective, part] = str(Label(collective, part, self.unit))
         return labelled(text)
 
+    def check(self, device: torch.device) -> None:
+        """Before each transfer: raise in a graph capture, and for stale weights that the device has found."""
+        if device.type != "cpu":
+            refuse_capture(self.unit, device)
+        if self.alarm.on_the_way:
+            self.alarm.raise_if_known()
+
     def tag(self, chunk: int) -> int:
-        """Tag of a message between two ranks: see [Note: Order in a lane] in cpu/comm_threads.py."""
+        """Tag of a message between two ranks: see [Note: Order in a thread] in cpu/comm_threads.py."""
         return tag_of(self.unit, chunk)
 
     def all_gather(self, hop: Hop, group: ProcessGroup, pieces: Tensor, chunk: int = 0) -> Generator[None]:

@@ -20,22 +20,33 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .._unit import CompressedUnit
 from ..comm import Alarm
+from .units import Unit
+
+
+class WatchedUnit(Protocol):
+    """A unit whose parameters optimizers change."""
+
+    unit: Unit
+
+    @property
+    def has_pending(self) -> bool: ...
+
+    def after_step(self, changed: Collection[int]) -> None: ...
 
 
 class Entry(NamedTuple):
     """What is known of a parameter."""
 
     parameter: weakref.ref[nn.Parameter]
-    comms: CompressedUnit | None = None
+    comms: WatchedUnit | None = None
     """Those of its unit; None: it is not ours."""
     number: int = 0
     """Which parameter of the unit it is."""
@@ -52,12 +63,12 @@ class OptimizerSteps:
 
     def __init__(
         self,
-        unit_comms: Iterable[CompressedUnit],
+        unit_comms: Iterable[WatchedUnit],
         alarm: Alarm,
         then: Callable[[Optimizer], None] | None = None,
     ) -> None:
         """`then` is called after each step that concerns these units, when they have been told."""
-        self._unit_comms = [comms for comms in unit_comms if comms.pair is not None]
+        self._unit_comms = list(unit_comms)
         self._alarm = alarm
         self._then = then
         self._table: dict[int, Entry] = {}
@@ -118,13 +129,13 @@ class OptimizerSteps:
             comms.after_step(changed)
         return bool(concerned)
 
-    def _changed_by(self, optimizer: Optimizer) -> list[tuple[CompressedUnit, set[int]]]:
+    def _changed_by(self, optimizer: Optimizer) -> list[tuple[WatchedUnit, set[int]]]:
         """The units that the optimizer can change, and which of their parameters: what is frozen stays as it
         is."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(self._knows(p) for p in params):
             self._fill_table(params)
-        changed: dict[int, tuple[CompressedUnit, set[int]]] = {}
+        changed: dict[int, tuple[WatchedUnit, set[int]]] = {}
         for p in params:
             _, comms, number = self._table[id(p)]
             if comms is not None and (p.requires_grad or p.grad is not None):

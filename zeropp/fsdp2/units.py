@@ -26,8 +26,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 from torch.utils.hooks import RemovableHandle
 
-from ..comm import AllGather, Piece, ReduceScatter, Weight
-from ..cpu.comm_threads import ThreadWork
+from ..comm import Piece, Weight
+from ..comm.execution import Comm, DiscardableWork
 from .post_backward import PostBackward, is_held
 from .versions import CONTEXT, READER, check, check_parts, compute_dtype, sharded_parameter
 
@@ -166,17 +166,17 @@ class Unit:
         if not self.sends:
             return "a shard group of one rank: nothing is sent"
         group = self._param_groups[0]
-        defaults = (collectives.DefaultAllGather, collectives.DefaultReduceScatter)
+        known = (collectives.DefaultAllGather, collectives.DefaultReduceScatter, Comm)
         comms = (group._all_gather_comm, group._reduce_scatter_comm)
-        custom = [comm for comm in comms if type(comm) not in (*defaults, AllGather, ReduceScatter)]
+        custom = [comm for comm in comms if not isinstance(comm, known)]
         if custom:
             return f"has custom comms already: {', '.join(type(comm).__name__ for comm in custom)}"
         return None
 
-    def installed(self) -> AllGather | None:
-        """Our all-gather, if it is in place."""
+    def installed(self) -> Comm | None:
+        """zeropp's all-gather, if it is installed."""
         comm = self._param_groups[0]._all_gather_comm
-        return comm if isinstance(comm, AllGather) else None
+        return comm if isinstance(comm, Comm) else None
 
     def install(self, all_gather: Any, reduce_scatter: Any) -> None:
         """Put comms in place: ours, or any objects with their `allocate` and `__call__`."""
@@ -226,14 +226,19 @@ class Unit:
                 if READER.accumulates_apart:
                     param.unsharded_accumulated_grad = None
 
-    def reduce_zeros(self) -> None:
-        """Between two backwards: what FSDP2 does at the end of one that leaves every gradient at zero. So it
-        is FSDP2 that scales and converts what comes out, adds it to `.grad`, and calls hooks on it."""
+    def reduce_zeros(self, comm: Any = None) -> None:
+        """Between two backwards: do what FSDP2 does at the end of one in which every gradient is zero, with
+        this reduce-scatter (None: the installed one). FSDP2 scales and converts the result, adds it to
+        `.grad` and calls hooks."""
         for group in self._param_groups:
-            state, context = group._training_state, group.comm_ctx
+            state, context, installed = group._training_state, group.comm_ctx, group._reduce_scatter_comm
             check_parts("FSDPCommContext", context, CONTEXT)
-            with torch.no_grad():
-                group.post_backward()
+            group._reduce_scatter_comm = installed if comm is None else comm
+            try:
+                with torch.no_grad():
+                    group.post_backward()
+            finally:
+                group._reduce_scatter_comm = installed
             group._training_state = state
             events = [*context._last_post_reduce_events.values()]
             for event in (*events, *(reduction.event for reduction in context.reduce_scatter_states)):
@@ -293,8 +298,8 @@ class Unit:
         """Forget weights that were gathered and not used yet: they are others now. An error in such a gather
         is nobody's: the next one checks again."""
         for work in self.forget_early_gather():
-            if isinstance(work, ThreadWork):
-                work.give_up()
+            if isinstance(work, DiscardableWork):
+                work.discard()
             work.wait()
 
     def drop_gathered(self) -> None:
@@ -388,6 +393,10 @@ def find_units(model: nn.Module) -> list[Unit]:
         elif state._fsdp_param_groups:
             found[id(state)] = Unit([_clean(name)], module, state._fsdp_param_groups)
     return list(found.values())
+
+
+def is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def gather_copies() -> tuple[Any, Any]:

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from ..comm.reduce_scatter import Gradients
+
 
 class Listener(Protocol):
     def gradients_zeroed(self, params: set[int]) -> None:
@@ -60,26 +62,30 @@ def _tell_of(owner: type, params_of: Callable[[Any], Iterable[Tensor]]) -> None:
     owner.zero_grad = zero_grad  # type: ignore[attr-defined]
 
 
-class GradientWatch:
-    """Whether `.grad` of a unit's parameters is what the last backward left: [Note: Dropped or taken]."""
+class GradientWatch(Gradients):
+    """Checks that `.grad` of a unit's parameters is what the last backward left: [Note: Dropped or taken]."""
 
-    def __init__(self, unit: str, params: Callable[[], list[nn.Parameter]]) -> None:
-        self._unit, self._params = unit, params
-        self._left: set[int] = set()
+    def __init__(
+        self, unit: str, params: Callable[[], list[nn.Parameter]], waits_for_next_use: Callable[[], bool]
+    ) -> None:
+        self._unit, self._params, self._waits_for_next_use = unit, params, waits_for_next_use
+        self._had_grad: set[int] = set()
         """Parameters that had a gradient when the last backward ended."""
         self._zeroed: set[int] = set()
-        """Parameters that zero_grad() ran for since."""
+        """Parameters for which zero_grad() ran since."""
 
-    def deferred(self) -> None:
-        """Told in a backward: gradients of the unit are pending from now on."""
-        self._left, self._zeroed = set(), set()
+    def waits_for_next_use(self) -> bool:
+        return self._waits_for_next_use()
+
+    def on_deferred(self) -> None:
+        self._had_grad, self._zeroed = set(), set()
         Variable._execution_engine.queue_callback(self._at_end_of_backward)
 
     def _at_end_of_backward(self) -> None:
-        self._left = {id(p) for p in self._params() if p.grad is not None}
+        self._had_grad = {id(p) for p in self._params() if p.grad is not None}
 
     def zeroed(self, params: set[int]) -> bool:
-        """Note that zero_grad() ran for `params`; whether it has for the whole unit."""
+        """zero_grad() ran for `params`. Returns whether it has now run for the whole unit."""
         self._zeroed |= params
         is_whole = all(id(p) in self._zeroed for p in self._params() if p.requires_grad)
         if is_whole:
@@ -87,12 +93,10 @@ class GradientWatch:
         return is_whole
 
     def raise_if_gone(self) -> None:
-        """Before gradients are added to those that are pending."""
-        gone = any(id(p) in self._left and (p.grad is None or id(p) in self._zeroed) for p in self._params())
-        if gone:
+        if any(id(p) in self._had_grad and (p.grad is None or id(p) in self._zeroed) for p in self._params()):
             raise RuntimeError(
                 f".grad of unit '{self._unit}' is gone, in part or whole, since the last micro-batch without "
                 "cross-node sync, and the rest of it is still pending inside the node: call "
                 "drop_pending_gradients() if all of it was dropped (zero_grad() for all parameters of the "
-                "unit does it by itself); if it was taken, take it after the last micro-batch, with sync on"
+                "unit does that); if a hook consumed it, consume it after the last micro-batch, with sync on"
             )

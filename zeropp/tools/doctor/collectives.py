@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import Ledger, Scratch, Wire
-from ...comm.bf16_ring import reduce_scatter_bf16
+from ...comm.bf16_ring import RingReduction
 from ...comm.chunks import ChunkPolicy
-from ...comm.pipeline import finish
-from ...cpu.comm_threads import lane
+from ...comm.execution import Inline, Transfer
+from ...cpu.comm_threads import comm_thread
 from ...process_groups import world
 from ...topology import Hop
 from .check import Check, Finding, Visit
@@ -72,8 +72,8 @@ def _both_directions(visit: Visit) -> Finding:
     ]
     if device.type == "cpu":
         works = [
-            lane("gather").run("doctor", partial(_carry_all, [pair[0] for pair in pairs])),
-            lane("reduce").run("doctor", partial(_carry_all, [pair[1] for pair in pairs])),
+            comm_thread("gather").submit(CarryAll([pair[0] for pair in pairs])),
+            comm_thread("reduce").submit(CarryAll([pair[1] for pair in pairs])),
         ]
         for work in works:
             work.wait()
@@ -88,11 +88,22 @@ def _both_directions(visit: Visit) -> Finding:
     return _judge([carrier for pair in pairs for carrier in pair])
 
 
-def _carry_all(carriers: list[Carrier], _: int) -> Generator[None]:
-    for number in range(ROUNDS):
-        for carrier in carriers:
-            carrier.carry(number)
-            yield
+class CarryAll(Transfer):
+    """All rounds of some carriers, in turns."""
+
+    unit = "doctor"
+
+    def __init__(self, carriers: list[Carrier]) -> None:
+        self._carriers = carriers
+
+    def prepare(self, slot: int) -> None:
+        """Carriers allocate their own buffers."""
+
+    def steps(self) -> Generator[None]:
+        for number in range(ROUNDS):
+            for carrier in self._carriers:
+                carrier.carry(number)
+                yield
 
 
 def _judge(carriers: list[Carrier]) -> Finding:
@@ -174,9 +185,9 @@ def _sums(visit: Visit) -> Finding:
     wire, hop = Wire("doctor", visit.topology, Ledger(), Scratch()), visit.topology.flat_hop()
     reduce: dict[str, Callable[[Tensor, Tensor], object]] = {
         "FSDP2's reduce-scatter": lambda rows, out: dist.reduce_scatter_single(out.view(-1), rows.view(-1)),
-        "the 16-bit ring": lambda rows, out: finish(
-            reduce_scatter_bf16(
-                wire, hop, rows, out, world(), dist.ReduceOp.SUM, factor=1.0, cut=ChunkPolicy(most=2), slot=0
+        "the 16-bit ring": lambda rows, out: Inline().submit(
+            RingReduction(
+                wire, hop, rows, out, world(), dist.ReduceOp.SUM, factor=1.0, cut=ChunkPolicy(most=2)
             )
         ),
     }

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...comm import Ledger, Scratch, Wire
-from ...comm.bf16_ring import reduce_scatter_bf16
+from ...comm.bf16_ring import RingReduction
 from ...comm.chunks import ChunkPolicy
-from ...comm.pipeline import finish
+from ...comm.execution import Inline
 from ...config import CodecName, Config
 from ...quant import make_codec
 from ...topology import Hop, Topology
@@ -233,7 +233,7 @@ def _prepare_ring(
     op, cut = dist.ReduceOp.SUM, ChunkPolicy.of(Config.chunks)
 
     def run() -> None:
-        finish(reduce_scatter_bf16(wire, hop, rows, out, _world(), op, factor=1.0, cut=cut, slot=0))
+        Inline().submit(RingReduction(wire, hop, rows, out, _world(), op, factor=1.0, cut=cut))
 
     return run, (hop.size - 1) * out.nbytes
 

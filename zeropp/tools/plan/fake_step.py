@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ... import Config, apply
-from ...cpu.comm_threads import MAX_JOBS
+from ...cpu.comm_threads import MAX_TRANSFERS
 from ..models.sharding import shard_blocks
 from ..strategies import Strategy
 from .fake_mode import QuickFakeTensorMode
@@ -130,7 +130,7 @@ class _FakeStep:
         all_comms = self._zpp.unit_comms
         buffers = self._zpp.communication_bytes - sum(comms.keeps().total for comms in all_comms)
         reduced = max(nbytes_of(comms.unit.params) for comms in all_comms)
-        return (MAX_JOBS - 1) * buffers + (MAX_JOBS + 1) * reduced
+        return (MAX_TRANSFERS - 1) * buffers + (MAX_TRANSFERS + 1) * reduced
 
     def _watch(self) -> None:
         for comms in self._zpp.unit_comms:

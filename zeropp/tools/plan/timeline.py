@@ -31,8 +31,8 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...comm.pipeline import finish, pipelined
-from ...cpu.comm_threads import MAX_JOBS, Direction
+from ...comm.execution import pipelined, run_to_end
+from ...cpu.comm_threads import MAX_TRANSFERS, Direction
 from .hardware import Hardware
 from .trace import Compute, Event, Gather, Phase, Reduce, Trace, TracedHop
 
@@ -216,7 +216,7 @@ class _Builder:
         """What the next collective runs on."""
         if not self.hardware.has_lanes(self.trace):
             return direction if self.hardware.overlap else "compute"
-        place = self._started[direction] % MAX_JOBS
+        place = self._started[direction] % MAX_TRANSFERS
         self._started[direction] += 1
         return f"{direction} {place + 1}" if place else direction
 
@@ -230,7 +230,9 @@ class _Builder:
     def _collective(self, name: str, hops: tuple[TracedHop, ...], stream: str) -> int:
         """Chunk by chunk, in the order in which the pipeline advances them. Returns the last operation."""
         count = hops[0].chunks if hops else 0
-        finish(pipelined(self._chunk(f"{name}, chunk {k + 1}/{count}", hops, stream) for k in range(count)))
+        run_to_end(
+            pipelined(self._chunk(f"{name}, chunk {k + 1}/{count}", hops, stream) for k in range(count))
+        )
         return self._wait(stream, [])
 
     def _chunk(self, name: str, hops: tuple[TracedHop, ...], stream: str) -> Generator[None]:
