@@ -24,7 +24,7 @@ from zeropp.fsdp2.units import find_units
 def _trainer(secondary: bool, **changes: Any) -> Trainer:
     trainer = Trainer(zeropp.Config(node_size=2, secondary=secondary, overlap=False, **changes))
     assert trainer.zpp is not None
-    trainer.zpp._shared.alarm.at_once = False
+    trainer.zpp._context.alarm.at_once = False
     return trainer
 
 
@@ -234,7 +234,7 @@ def _teacher(steps: int) -> tuple[list[float], list[float]]:
     for secondary in (True, False):
         student, teacher = _trainer(secondary), make_net(seed=3).requires_grad_(False)
         zpp = zeropp.apply(teacher, zeropp.Config(node_size=2, secondary=secondary))
-        zpp._shared.alarm.at_once = False
+        zpp._context.alarm.at_once = False
         own = []
         for _ in range(steps):
             student.step()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 import zeropp
 from tests.configs import CONFIGS
 from tests.ranks import Ranks
+from zeropp._describe import describe
 
 aten = torch.ops.aten
 STAYS_WRAPPED = {
@@ -83,7 +84,7 @@ def _outputs(subclass: type[GathersHalves], name: str) -> Any:
     with torch.no_grad():
         same = all(torch.equal(plain[0](x), ours[0](x)) for _ in range(2))  # from the shard, then reused
         quantized = not torch.equal(plain[1](x), ours[1](x))
-    rows = [comms.describe() for comms in zpp.unit_comms]
+    rows = [describe(comms) for comms in zpp.unit_comms]
     return same, quantized, [(row["weights"], row["notes"]) for row in rows]
 
 

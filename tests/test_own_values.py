@@ -22,6 +22,7 @@ from tests.configs import CONFIGS
 from tests.ranks import Ranks
 from tests.training import local
 from zeropp.comm.column_groups import Weight
+from zeropp.comm.reduce_scatter import GradientSync
 
 PENDING = zeropp.Config(gradients_pending="bf16", node_size=2)
 ALL = CONFIGS | {"pending bf16": PENDING}
@@ -102,7 +103,7 @@ def _with_neighbours(config: zeropp.Config, numel: int, before: int, after: int)
     for step in range(3):
         full = 100 * torch.randn(world, sum(lengths), generator=other)
         full[:, at] = torch.randn(world, numel, generator=own)
-        reducer.set_sync_across(step != 0)
+        reducer.gradients.sync = GradientSync.ACROSS if step else GradientSync.DEFERRED
         reduced.append(reduce_once(reducer, full.flatten(), dist.ReduceOp.AVG)[at].clone())
         gathered.append(gather(gatherer, shard).view(world, -1)[:, at].clone())
         change = torch.randn(sum(lengths), generator=other)

@@ -19,6 +19,7 @@ from tests.configs import CONFIGS
 from tests.ranks import HANG_SECONDS, Ranks
 from tests.training import Trainer, make_net
 from zeropp import process_groups as groups
+from zeropp._describe import remarks
 from zeropp.topology import Topology
 
 
@@ -160,7 +161,7 @@ def _own_groups_for_gradients() -> Any:
     return (
         shared,
         losses[0] == losses[1],
-        {note for comms in trainer.zpp.unit_comms for note in comms.remarks},
+        {note for comms in trainer.zpp.unit_comms for note in remarks(comms)},
     )
 
 

@@ -208,7 +208,7 @@ def _switched() -> list[tuple[str, bool, bool]]:
 
     def note(what: str) -> None:
         comms = zpp.unit_comms[0]
-        syncs = comms.pair is None or comms.pair.reduce_scatter.sync_across
+        syncs = comms.pair is None or comms.requires_sync
         found.append((what, comms.unit.reduces_gradients, syncs))
 
     note("flat")

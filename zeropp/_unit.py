@@ -274,11 +274,10 @@ class CompressedUnit:
         if self.pair is None:
             return Footprint()
         weights, gradients = self.pair
-        reduced = self.unit.reduced()
         return Footprint(
             node_shard=sum(group.node_shard_bytes for group in weights.groups),
-            errors=gradients.error_bytes(reduced),
-            pending=gradients.pending_bytes(reduced),
+            errors=gradients.error_bytes(self.unit.trained_pieces()),
+            pending=gradients.pending_bytes(self.unit.reduced()),
         )
 
 

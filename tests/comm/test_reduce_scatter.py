@@ -21,8 +21,9 @@ from tests.configs import CONFIGS, PARAMETERS
 from tests.examples import examples
 from tests.ranks import Ranks
 from zeropp.comm import Ledger, Piece, ReduceScatter, Scratch, Wire
+from zeropp.comm.reduce_scatter import GradientSync
 from zeropp.comm.reduction import scale_of
-from zeropp.cpu.comm_threads import ThreadWork
+from zeropp.cpu.comm_threads import ThreadWork, comm_thread
 from zeropp.topology import Topology
 
 LAYOUTS = [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]
@@ -220,7 +221,7 @@ def _accumulate(node_size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tenso
     world, numel = dist.get_world_size(), 77
     outputs = []
     for step in range(3):
-        comm.sync_across = step == 2
+        comm.gradients.sync = GradientSync.ACROSS if step == 2 else GradientSync.DEFERRED
         outputs.append(
             reduce_once(comm, gradients_of(dist.get_rank(), world * numel, dtype, step), ReduceOp.AVG)
         )
@@ -252,7 +253,7 @@ def test_accumulation_sums_in_fp32_and_starts_over(
 
 def _changed_layout() -> str:
     comm = make_reduce_scatter(zeropp.Config(node_size=2))
-    comm.sync_across = False
+    comm.gradients.sync = GradientSync.DEFERRED
     reduce_once(comm, gradients_of(0, 4 * 10, torch.float32, 0), ReduceOp.AVG)
     with pytest.raises(RuntimeError) as error:
         reduce_once(comm, gradients_of(0, 4 * 11, torch.float32, 0), ReduceOp.AVG)
@@ -280,37 +281,26 @@ def test_scale_of_an_unknown_operation() -> None:
         scale_of(ReduceOp.MAX, 4)
 
 
-class _AlwaysLate:
-    """Lets every reduction be late, and keeps the last one."""
-
-    work: ThreadWork
-
-    def late_place(self, output: Tensor) -> Tensor | None:
-        return output
-
-    def expect(self, work: dist.Work, gradients: Tensor, reduced: Tensor, output: Tensor) -> None:
-        assert isinstance(work, ThreadWork)
-        self.work, self.reduced = work, reduced
-
-
 def _memory_of_gradients(config: zeropp.Config) -> tuple[bool, Tensor]:
     """Whether full gradients were gone before any other rank reduced, and what they were reduced to."""
     numel, rank = 1000, dist.get_rank()
-    comm, late = make_reduce_scatter(config, (numel,)), _AlwaysLate()
-    comm._overlap = late
+    comm = make_reduce_scatter(config, (numel,))
+    comm.execution = comm_thread("reduce")
+    out = torch.empty(numel)
     is_gone = True
     if rank > 0:
         dist.barrier()
     full = gradients_of(rank, dist.get_world_size() * numel, torch.float32, seed=0)
     storage = weakref.ref(full.untyped_storage())
-    reduce_once(comm, full, ReduceOp.AVG)
+    work = comm(out, full, dist.group.WORLD, ReduceOp.AVG)  # type: ignore[arg-type]
+    assert isinstance(work, ThreadWork)
     del full
     if rank == 0:
-        late.work.wait_until_read()
-        is_gone = storage() is None and not late.work.is_completed()
+        work.wait_until_read()
+        is_gone = storage() is None and not work.is_completed()
         dist.barrier()
-    late.work.wait()
-    return is_gone, late.reduced
+    work.wait()
+    return is_gone, out
 
 
 @pytest.mark.parametrize("name", ["default", "paper", "feedback"])

@@ -1,21 +1,45 @@
-"""Work beside the current stream, on streams that only write down what they are told: there is no device with
-streams here. What a real one would do with data is in tests/streamed."""
+"""Transfers on a side stream, with streams that only log their calls: this machine has no device with streams.
+The device of tests/streamed shows what happens to data."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zeropp.comm import side_stream as beside
+from zeropp.comm import side_stream
+from zeropp.comm.execution import Transfer
+
+
+class OneStep(Transfer):
+    """A transfer that never waits."""
+
+    unit, device = "unit", torch.device("cpu")
+
+    def __init__(self, run: Callable[[], object], *tensors: torch.Tensor) -> None:
+        self._run, self.tensors = run, tensors
+
+    def prepare(self, slot: int) -> None:
+        """No buffers."""
+
+    def steps(self) -> Generator[None]:
+        self._run()
+        yield from ()
+
+
+def run_asynchronously(run: Callable[[], object], *tensors: torch.Tensor) -> dist.Work:
+    work = side_stream.SideStream().submit(OneStep(run, *tensors), async_op=True)
+    assert work is not None
+    return work
 
 
 class Stream:
-    """Writes down what it is told."""
+    """Logs its calls."""
 
     def __init__(self, name: str, log: list[str], current: list[Stream]) -> None:
         self.name, self.log, self.current = name, log, current
@@ -44,15 +68,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Stream]]:
     current.append(Stream("main", log, current))
     side = Stream("side", log, current)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: current[-1])
-    monkeypatch.setattr(beside, "_side_stream", lambda device: side)
+    monkeypatch.setattr(side_stream, "_side_stream", lambda device: side)
     return log, current
 
 
 def test_hops_run_on_their_own_stream_and_only_who_waits_comes_after(streams: Any) -> None:
     log, current = streams
-    work = beside.run_beside(
-        torch.device("cpu"), lambda: log.append(f"hops on {current[-1].name}"), (torch.zeros(1),)
-    )
+    work = run_asynchronously(lambda: log.append(f"hops on {current[-1].name}"), torch.zeros(1))
     assert isinstance(work, dist.Work)  # or FSDP2 would not wait for it
     assert log == ["side waits for main", "hops on side", "event on side"]
     log.clear()
@@ -64,7 +86,7 @@ def test_hops_run_on_their_own_stream_and_only_who_waits_comes_after(streams: An
 def test_tensors_are_kept_until_somebody_has_waited(streams: Any) -> None:
     output = torch.zeros(8)
     kept = weakref.ref(output)
-    work = beside.run_beside(torch.device("cpu"), lambda: None, (output,))
+    work = run_asynchronously(lambda: None, output)
     del output
     gc.collect()
     assert kept() is not None
@@ -80,5 +102,5 @@ def test_a_failure_leaves_the_current_stream_as_it_was(streams: Any) -> None:
         raise RuntimeError("no connection")
 
     with pytest.raises(RuntimeError, match="no connection"):
-        beside.run_beside(torch.device("cpu"), fail, ())
+        run_asynchronously(fail)
     assert [stream.name for stream in current] == ["main"]

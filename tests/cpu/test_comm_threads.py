@@ -1,4 +1,4 @@
-"""Lanes by themselves: order, errors, the end of their threads; and two jobs on the wire at a time."""
+"""Comm threads: the order of transfers, errors, the end of the thread, and two transfers on the wire."""
 
 from __future__ import annotations
 
@@ -24,31 +24,56 @@ from tests.comm.test_all_gather import make_all_gather, shard_of
 from tests.examples import examples
 from tests.ranks import HANG_SECONDS, Ranks
 from zeropp.comm import Scratch, Weight
-from zeropp.cpu.comm_threads import CommThread, Job, tag_of
+from zeropp.comm.execution import Transfer
+from zeropp.comm.wire import tag_of
+from zeropp.cpu.comm_threads import CommThread, ThreadWork, comm_thread
 
 
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "zeropp gather"]
 
 
-def at_once(run: Callable[[], object]) -> Job:
-    """A job that never waits."""
+Steps = Callable[[int], Generator[None]]
+"""Steps of a transfer, by its slot."""
 
-    def job(_: int) -> Generator[None]:
+
+class Given(Transfer):
+    """A transfer of the given steps."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, unit: str, steps: Steps, reads_first: bool = False) -> None:
+        self.unit, self.reads_input_first, self._steps, self._slot = unit, reads_first, steps, 0
+
+    def prepare(self, slot: int) -> None:
+        self._slot = slot
+
+    def steps(self) -> Generator[None]:
+        return self._steps(self._slot)
+
+
+def submit(thread: CommThread, unit: str, steps: Steps, reads_first: bool = False) -> ThreadWork:
+    return thread.submit(Given(unit, steps, reads_first))
+
+
+def at_once(run: Callable[[], object]) -> Steps:
+    """Steps that never wait."""
+
+    def steps(_: int) -> Generator[None]:
         run()
         yield from ()
 
-    return job
+    return steps
 
 
 def test_jobs_run_in_order_beside_whoever_gave_them() -> None:
-    lane, done, gate = CommThread("gather"), [], threading.Event()
+    thread, done, gate = CommThread("gather"), [], threading.Event()
 
     def job(number: int) -> None:
         gate.wait()
         done.append((number, threading.current_thread().name))
 
-    works = [lane.run("blocks.0", at_once(partial(job, number))) for number in range(5)]
+    works = [submit(thread, "blocks.0", at_once(partial(job, number))) for number in range(5)]
     assert not works[0].is_completed()
     gate.set()
     assert all(work.wait() for work in works)
@@ -58,14 +83,21 @@ def test_jobs_run_in_order_beside_whoever_gave_them() -> None:
 RAISES_MEANWHILE = """
 import sys, time
 from pathlib import Path
-from zeropp.cpu.comm_threads import lane
+from zeropp.comm.execution import Transfer
+from zeropp.cpu.comm_threads import comm_thread
 
-def job(slot):
-    yield
-    time.sleep(1)
-    Path(sys.argv[1]).touch()
+class Slow(Transfer):
+    unit = "blocks.0"
 
-lane("gather").run("blocks.0", job)
+    def prepare(self, slot):
+        pass
+
+    def steps(self):
+        yield
+        time.sleep(1)
+        Path(sys.argv[1]).touch()
+
+comm_thread("gather").submit(Slow())
 raise RuntimeError("in the loop")
 """
 
@@ -91,9 +123,9 @@ def logged(log: list[str], gate: threading.Event, name: str, slot: int) -> Gener
 
 
 def test_the_next_job_starts_before_the_oldest_goes_on() -> None:
-    lane, gate = CommThread("reduce"), threading.Event()
+    thread, gate = CommThread("reduce"), threading.Event()
     log: list[str] = []
-    works = [lane.run(name, partial(logged, log, gate, name)) for name in "abc"]
+    works = [submit(thread, name, partial(logged, log, gate, name)) for name in "abc"]
     gate.set()
     assert all(work.wait() for work in works)
     assert log == [
@@ -103,9 +135,9 @@ def test_the_next_job_starts_before_the_oldest_goes_on() -> None:
 
 
 def test_jobs_of_one_unit_are_never_at_work_together() -> None:
-    lane, gate = CommThread("reduce"), threading.Event()
+    thread, gate = CommThread("reduce"), threading.Event()
     log: list[str] = []
-    works = [lane.run("blocks.0", partial(logged, log, gate, name)) for name in "ab"]
+    works = [submit(thread, "blocks.0", partial(logged, log, gate, name)) for name in "ab"]
     gate.set()
     assert all(work.wait() for work in works)
     assert log == [
@@ -121,7 +153,7 @@ def test_what_is_sent_may_go_as_soon_as_it_was_read(reads_first: bool) -> None:
         yield
         gate.wait()
 
-    work = CommThread("reduce").run("a", job, reads_first=reads_first)
+    work = submit(CommThread("reduce"), "a", job, reads_first=reads_first)
     if reads_first:
         work.wait_until_read()  # while the job is stuck
         assert not work.is_completed()
@@ -131,30 +163,30 @@ def test_what_is_sent_may_go_as_soon_as_it_was_read(reads_first: bool) -> None:
 
 
 def test_an_error_names_the_unit_and_is_raised_once() -> None:
-    lane = CommThread("reduce")
+    thread = CommThread("reduce")
 
     def fail(_: int) -> Generator[None]:
         yield
         raise KeyError("the wire is cut")
 
-    failed, next_one = lane.run("blocks.7", fail), lane.run("blocks.6", at_once(lambda: None))
+    failed, next_one = submit(thread, "blocks.7", fail), submit(thread, "blocks.6", at_once(lambda: None))
     with pytest.raises(KeyError, match="the wire is cut") as caught:
         failed.wait()
-    assert caught.value.__notes__ == ["in the reduce of unit 'blocks.7', beside the training thread"]
+    assert caught.value.__notes__ == ["in the reduce of unit 'blocks.7', in a comm thread"]
     assert failed.wait()  # whoever asks again has been told
     failed.wait_until_read()
     assert next_one.wait()
 
 
 def test_after_an_error_no_job_gets_the_buffers_of_another() -> None:
-    lane, log, gate = CommThread("gather"), list[str](), threading.Event()
+    thread, log, gate = CommThread("gather"), list[str](), threading.Event()
 
     def fail(_: int) -> Generator[None]:
         raise KeyError("at once")
         yield
 
-    first = lane.run("a", partial(logged, log, gate, "a"))
-    failed, third = lane.run("b", fail), lane.run("c", partial(logged, log, gate, "c"))
+    first = submit(thread, "a", partial(logged, log, gate, "a"))
+    failed, third = submit(thread, "b", fail), submit(thread, "c", partial(logged, log, gate, "c"))
     gate.set()
     with pytest.raises(KeyError):
         failed.wait()
@@ -164,9 +196,9 @@ def test_after_an_error_no_job_gets_the_buffers_of_another() -> None:
 
 
 def test_a_thread_lives_as_long_as_there_is_work() -> None:
-    lane = CommThread("gather")
+    thread = CommThread("gather")
     for _ in range(3):
-        lane.run("a", at_once(lambda: None)).wait()
+        submit(thread, "a", at_once(lambda: None)).wait()
         deadline = time.monotonic() + HANG_SECONDS
         while threads():
             assert time.monotonic() < deadline
@@ -182,24 +214,24 @@ class SlowToGo:
 
 def test_the_exit_waits_for_a_thread_that_only_has_to_end() -> None:
     """It is what lets go of the last work, and must not do so while Python ends."""
-    lane, gate = CommThread("gather"), threading.Event()
-    work: Any = lane.run("blocks.0", at_once(gate.wait))
+    thread, gate = CommThread("gather"), threading.Event()
+    work: Any = submit(thread, "blocks.0", at_once(gate.wait))
     work.slow = SlowToGo()
     del work
     gate.set()
     time.sleep(0.1)
-    lane.finish()
+    thread.join()
     assert threads() == []
 
 
 def test_inference_mode_goes_with_the_job() -> None:
     with torch.inference_mode():
         out = torch.zeros(3)
-        lane = CommThread("gather")
-        lane.run("a", at_once(partial(torch.add, out, 1.0, out=out))).wait()  # an error outside of it
+        thread = CommThread("gather")
+        submit(thread, "a", at_once(partial(torch.add, out, 1.0, out=out))).wait()  # an error outside of it
     assert out.tolist() == [1.0, 1.0, 1.0]
     seen: list[bool] = []
-    lane.run("a", at_once(lambda: seen.append(torch.is_grad_enabled()))).wait()
+    submit(thread, "a", at_once(lambda: seen.append(torch.is_grad_enabled()))).wait()
     assert seen == [False]
 
 
@@ -211,14 +243,6 @@ def test_nothing_on_the_wire_has_the_tag_of_another() -> None:
     assert max(tags) < 2**31  # gloo's
 
 
-class Hears:
-    """A training thread that gathers as it likes."""
-
-    def before_gather(self) -> None: ...
-
-    def gather_failed(self) -> None: ...
-
-
 def _gather_beside(seed: int, fresh: list[bool], numel: int) -> list[Tensor]:
     """One unit after the other, given by every rank at moments of its own. Where a unit is fresh, its first
     hop is left out, so that its only hop could overtake the last one of the unit before it."""
@@ -228,7 +252,7 @@ def _gather_beside(seed: int, fresh: list[bool], numel: int) -> list[Tensor]:
     for number, is_fresh in enumerate(fresh):
         comm = make_all_gather(config, [Weight(numel, torch.float32)])
         comm.wire.unit, comm.wire.scratch = f"blocks.{number}", scratch
-        comm._overlap = Hears()  # beside the training thread
+        comm.execution = comm_thread("gather")
         units.append((comm, shard_of(100 * number + dist.get_rank(), numel, torch.float32)))
         if is_fresh:
             _start_gather(*units[-1])[1].wait()

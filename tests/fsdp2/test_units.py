@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 import zeropp
 from tests.ranks import Ranks
 from tests.training import Net, make_net
+from zeropp._describe import describe, remarks
 from zeropp.fsdp2.units import find_units
 from zeropp.fsdp2.versions import READER, ReaderOf213
 
@@ -57,27 +58,27 @@ def _oddities() -> dict[str, Any]:
 
     alone = nn.Linear(4, 4)
     fully_shard(alone, mesh=mesh["shard"])
-    found["sub-mesh"] = zeropp.apply(alone, zeropp.Config(node_size=2)).unit_comms[0].remarks
+    found["sub-mesh"] = remarks(zeropp.apply(alone, zeropp.Config(node_size=2)).unit_comms[0])
 
     hybrid = nn.Linear(4, 4)
     fully_shard(hybrid, mesh=mesh)
-    found["hsdp"] = zeropp.apply(hybrid, zeropp.Config(node_size=2)).unit_comms[0].remarks
+    found["hsdp"] = remarks(zeropp.apply(hybrid, zeropp.Config(node_size=2)).unit_comms[0])
 
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False))
     fully_shard(mixed)
-    found["mixed"] = zeropp.apply(mixed, zeropp.Config(node_size=2)).unit_comms[0].remarks
+    found["mixed"] = remarks(zeropp.apply(mixed, zeropp.Config(node_size=2)).unit_comms[0])
 
     uniform = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False))
     fully_shard(uniform, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    found["cast"] = zeropp.apply(uniform, zeropp.Config(node_size=2)).unit_comms[0].remarks
+    found["cast"] = remarks(zeropp.apply(uniform, zeropp.Config(node_size=2)).unit_comms[0])
 
     frozen = nn.Linear(4, 4).requires_grad_(False)
     fully_shard(frozen)
-    found["frozen"] = zeropp.apply(frozen, zeropp.Config(node_size=2)).unit_comms[0].remarks
+    found["frozen"] = remarks(zeropp.apply(frozen, zeropp.Config(node_size=2)).unit_comms[0])
 
     direct = nn.Linear(4, 4)
     fully_shard(direct)
-    found["int4"] = zeropp.apply(direct, zeropp.Config(node_size=2, weights="int4")).unit_comms[0].remarks
+    found["int4"] = remarks(zeropp.apply(direct, zeropp.Config(node_size=2, weights="int4")).unit_comms[0])
 
     custom = nn.Linear(4, 4)
     fully_shard(custom)
@@ -233,7 +234,7 @@ def _sent_as_they_are() -> tuple[list[str], str]:
     fully_shard(model)
     zpp = zeropp.apply(model, zeropp.Config(node_size=2))
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
-    return zpp.unit_comms[0].remarks, zpp.summary()
+    return remarks(zpp.unit_comms[0]), zpp.summary()
 
 
 def test_gradients_that_cannot_be_encoded_are_named(ranks: Ranks) -> None:
@@ -340,4 +341,4 @@ def test_a_unit_of_many_modules_has_a_short_label(ranks: Ranks) -> None:
 def _label() -> str:
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     fully_shard(list(net))
-    return zeropp.apply(net, zeropp.Config(node_size=2)).unit_comms[0].describe()["unit"]
+    return describe(zeropp.apply(net, zeropp.Config(node_size=2)).unit_comms[0])["unit"]

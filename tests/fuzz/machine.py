@@ -294,7 +294,10 @@ class Machine:
             return self.evaluate(plan, "no_grad")
         except zeropp.StaleWeightsError:
             self.net.seen.clear()
+            gradients = [(p, p.grad) for p in self.params]
             self.root.reset_iter_state()
+            for p, gradient in gradients:
+                p.grad = gradient  # from torch 2.15 on, the reset drops it
             self._reshard()
             self.invalidate()
             self.data.set_state(state)

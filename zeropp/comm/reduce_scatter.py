@@ -115,11 +115,11 @@ class ReduceScatter(Comm):
         """Bytes of pending gradients for rows of `numel` elements."""
         return self.hops[-1].size * numel * self._pending_dtype.itemsize if self.can_defer else 0
 
-    def error_bytes(self, numel: int) -> int:
-        """Bytes of stored errors after the first reduction of rows of `numel` elements."""
+    def error_bytes(self, pieces: tuple[Piece, ...]) -> int:
+        """Bytes of stored errors after the first reduction of these pieces."""
         if self.feedback is None:
             return 0
-        chunks = self._layouts.of(torch.float32, self._pieces_of(numel), False)
+        chunks = self._layouts.of(torch.float32, pieces, False)
         stored = [chunk.errors.kept.row_bytes for chunk in chunks if chunk.errors is not None]
         return self.hops[-1].size * sum(stored)
 

@@ -122,8 +122,7 @@ class Wire:
 
     def check(self, device: torch.device) -> None:
         """Before each transfer: raise in a graph capture, and for stale weights that the device has found."""
-        if device.type != "cpu":
-            refuse_capture(self.unit, device)
+        refuse_capture(self.unit, device)
         if self.alarm.on_the_way:
             self.alarm.raise_if_known()
 

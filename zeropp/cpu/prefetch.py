@@ -12,12 +12,13 @@ prepares the forward. Three units are gathered at a time, but not at the end of 
 scarce: no unit is left to gather.
 
 [Note: Gathered and not used]
-A unit that a later forward skips is gathered for nothing, and so is a unit on its way when a forward raises.
-FSDP2 holds these weights for the unit's next use, without a check. So zeropp makes FSDP2 forget them whenever
-weights
-change: after an optimizer step, a load, `invalidate()`, and, where operations on parameters have moved their
-version, before the next forward. If a gather fails, all gathers on their way are given up: their weights may
-be stale as well, and the failed one left nothing to compute with.
+A unit that a forward skips is gathered for nothing, and so is a unit on its way when a forward raises. FSDP2
+holds these weights for the unit's next use, without a check. So an early gather serves one forward only: the
+next forward makes FSDP2 forget it, and the unit is gathered again, with zeropp's checks. FSDP2 also forgets
+it when weights
+change: after an optimizer step, a load and `invalidate()`. If a gather fails, all gathers on their way are
+given
+up: their weights may be stale as well, and the failed one left nothing to compute with.
 
 Such a gather has no effect on later ones. With weights="delta-int4", a difference that no forward has used
 would change the next difference. So if weights change before a forward uses them, the node shard returns to
@@ -52,11 +53,8 @@ class Prefetch:
         """Units for which FSDP2's forward prefetch was set."""
         self._is_known = False
         self._hooks: list[RemovableHandle] = []
-        self._versions: dict[Unit, list[int]] = {}
-        """Versions of the weights that were last gathered."""
 
     def before_gather(self, unit: Unit) -> None:
-        self._versions[unit] = unit.version()
         if self._is_known:
             return
         if unit.is_in_forward and unit not in self._order:
@@ -77,8 +75,7 @@ class Prefetch:
         if is_in_backward():  # a recomputation
             return
         for unit in self._order:  # [Note: Gathered and not used]
-            if unit.has_early_gather and unit.version() != self._versions[unit]:
-                unit.drop_early_gather()
+            unit.drop_early_gather()
         for unit in self._order[:2]:
             unit.gather_early()
 

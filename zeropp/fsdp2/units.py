@@ -111,14 +111,21 @@ class Unit:
         return tuple(p.padded_sharded_param_size.numel() for p in self._fsdp_params)
 
     def reduce_pieces(self) -> tuple[Piece, ...]:
-        """The parameters of a rank's shard of gradients, in their order: in a backward, those that FSDP2
-        reduces in it; before, all that are trained, in the order of weights (a guess from torch 2.15 on)."""
-        order = [p for group in self._param_groups for p in READER.reduce_order(group)]
+        """The parameters of a rank's shard of gradients, in their order: those that FSDP2 reduces in the running
+        backward; before the first one, `trained_pieces`."""
         reduced = self._backward.reduced
         if reduced is None:
-            reduced = {id(p) for p in order if sharded_parameter(p).requires_grad}
-        sizes = [p.padded_sharded_param_size for p in order if id(p) in reduced]
-        return tuple(Piece(size.numel(), size[1:].numel() if len(size) > 1 else 1) for size in sizes)
+            return self.trained_pieces()
+        return _pieces(p for p in self._reduce_order if id(p) in reduced)
+
+    def trained_pieces(self) -> tuple[Piece, ...]:
+        """The pieces of a reduction in which every trained parameter has a gradient. Before the first forward,
+        their order is a guess from torch 2.15 on."""
+        return _pieces(p for p in self._reduce_order if sharded_parameter(p).requires_grad)
+
+    @property
+    def _reduce_order(self) -> list[Any]:
+        return [p for group in self._param_groups for p in READER.reduce_order(group)]
 
     def gather_dtypes(self) -> set[torch.dtype]:
         """The dtypes that FSDP2 gathers; if there are several, it sends raw bytes."""
@@ -393,6 +400,11 @@ def find_units(model: nn.Module) -> list[Unit]:
         elif state._fsdp_param_groups:
             found[id(state)] = Unit([_clean(name)], module, state._fsdp_param_groups)
     return list(found.values())
+
+
+def _pieces(params: Iterable[Any]) -> tuple[Piece, ...]:
+    sizes = [p.padded_sharded_param_size for p in params]
+    return tuple(Piece(size.numel(), size[1:].numel() if len(size) > 1 else 1) for size in sizes)
 
 
 def is_in_backward() -> bool:

@@ -14,7 +14,9 @@ import zeropp
 from tests.comm.test_all_gather import gather, make_all_gather, shard_of
 from tests.comm.test_reduce_scatter import gradients_of, make_reduce_scatter, reduce_once
 from tests.ranks import Ranks
-from zeropp.comm import Weight, chunks, pipeline
+from zeropp.comm import Weight, chunks
+from zeropp.comm.execution import pipelined, run_to_end
+from zeropp.comm.reduce_scatter import GradientSync
 
 
 def test_all_chunks_are_on_the_wire_before_the_first_is_waited_for() -> None:
@@ -26,10 +28,10 @@ def test_all_chunks_are_on_the_wire_before_the_first_is_waited_for() -> None:
             if stage != "c":
                 yield
 
-    job = pipeline.pipelined(chunk(name) for name in range(3))
+    job = pipelined(chunk(name) for name in range(3))
     next(job)  # returns before anything is waited for
     assert log == ["0a", "1a", "2a"]
-    pipeline.finish(job)
+    run_to_end(job)
     assert log == ["0a", "1a", "2a", "0b", "1b", "2b", "0c", "1c", "2c"]
 
 
@@ -41,7 +43,7 @@ def _collectives(config: zeropp.Config, parameters: tuple[int, ...]) -> tuple[An
     reducer = make_reduce_scatter(config, parameters)
     results: list[Tensor] = []
     for step in range(3):
-        reducer.sync_across = step != 0
+        reducer.gradients.sync = GradientSync.ACROSS if step else GradientSync.DEFERRED
         gradients = gradients_of(dist.get_rank(), dist.get_world_size() * numel, torch.bfloat16, step)
         results.append(reduce_once(reducer, gradients, ReduceOp.AVG))
     calls = {(k.collective, k.hop): t.calls for k, t in comm.wire.ledger.rows()}
