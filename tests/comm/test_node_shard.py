@@ -110,7 +110,7 @@ def test_a_checkpoint_holds_only_what_has_a_history() -> None:
     other = NodeShard("layers.7", takes_differences=True)
     other.load_state_dict(saved)
     assert other.next_send is Send.DIFFERENCE
-    plain, shard = filled()
+    plain, _ = filled()
     plain.weights_changed()
     assert plain.state_dict(0) == {}  # without differences, nothing
 

@@ -1,5 +1,5 @@
-"""Transfers on a side stream, with streams that only log their calls: this machine has no device with streams.
-The device of tests/streamed shows what happens to data."""
+"""Transfers on a side stream, with streams that only log their calls: this machine has no device with
+streams. The device of tests/streamed shows what happens to data."""
 
 from __future__ import annotations
 

@@ -35,6 +35,21 @@ FAILED_ONCE = {
             *(("backward", "a"), ("step", "plain"), ("evaluate", "abc", "no_grad")),
         ),
     ),
+    "memory of stored errors was computed from the parameters of the last backward": Program(
+        *("follow", "stochastic", False),
+        actions=(("step", "closure"), ("set_config", "four_bit"), ("sync", False)),
+    ),
+    "weights that were gathered early for another forward were used without a check": Program(
+        *("fsdp2", "default", False),
+        actions=(("step", "closure"), ("evaluate", "a", "inference"), ("stale", "b", "aBc")),
+    ),
+    "a resume ended in the next gather, and was lost": Program(
+        *("cross", "flat integers", True),
+        actions=(
+            *(("set_config", "delta"), ("freeze", "a", "bias"), ("step", "plain")),
+            *(("evaluate", "a", "no_grad"), ("resume",), ("backward", "a")),
+        ),
+    ),
     "what is trained was asked for after a gather that nobody had used": Program(
         *("cross", "feedback", True),
         actions=(

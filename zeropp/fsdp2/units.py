@@ -111,16 +111,16 @@ class Unit:
         return tuple(p.padded_sharded_param_size.numel() for p in self._fsdp_params)
 
     def reduce_pieces(self) -> tuple[Piece, ...]:
-        """The parameters of a rank's shard of gradients, in their order: those that FSDP2 reduces in the running
-        backward; before the first one, `trained_pieces`."""
+        """The parameters of a rank's shard of gradients, in their order: those that FSDP2 reduces in the
+        running backward; before the first one, `trained_pieces`."""
         reduced = self._backward.reduced
         if reduced is None:
             return self.trained_pieces()
         return _pieces(p for p in self._reduce_order if id(p) in reduced)
 
     def trained_pieces(self) -> tuple[Piece, ...]:
-        """The pieces of a reduction in which every trained parameter has a gradient. Before the first forward,
-        their order is a guess from torch 2.15 on."""
+        """The pieces of a reduction in which every trained parameter has a gradient. Before the first
+        forward, their order is a guess from torch 2.15 on."""
         return _pieces(p for p in self._reduce_order if sharded_parameter(p).requires_grad)
 
     @property
