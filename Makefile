@@ -49,12 +49,12 @@ $(TRAIN): pyproject.toml constraints.txt
 	@echo "Installing torch, numpy, numba, rich, tyro and pyroute2 into $(VENV): about 22 packages, 1.2 GB (more with CUDA)."
 	$(PYTHON) -m venv $(VENV)
 	sed '$(TORCH:%=s/^torch==.*/torch==%/;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(PIP) '.[cpu,lab]'
+	$(PIP) '.[cli,cpu,lab]'
 	touch $@
 
 $(READY): $(TRAIN)
 	@echo "Adding the packages of lint, types, docs and tests to $(VENV): about 110 more, 1.6 GB."
-	$(PIP) '.[cpu,gpu,lab,tensorboard,hf,hf-data,interop,docs,dev]'
+	$(PIP) '.[cli,cpu,gpu,lab,tensorboard,hf,hf-data,interop,docs,dev]'
 	touch $@
 
 clean:

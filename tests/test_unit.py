@@ -208,7 +208,7 @@ def _switched() -> list[tuple[str, bool, bool]]:
 
     def note(what: str) -> None:
         comms = zpp.unit_comms[0]
-        syncs = comms.pair is None or comms.requires_sync
+        syncs = comms.requires_sync or not comms.defers_across
         found.append((what, comms.unit.reduces_gradients, syncs))
 
     note("flat")

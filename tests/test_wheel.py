@@ -81,16 +81,62 @@ def test_it_has_one_version_the_licence_and_types(wheel: Path, tmp_path: Path) -
     assert not (tmp_path / "tests").exists()
 
 
-def test_it_runs_the_demonstration_where_there_is_nothing_else(wheel: Path, tmp_path: Path) -> None:
-    """No lab, no kernels: what `pip install zeropp` brings must do."""
-    environment = tmp_path / "empty"
-    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+def install(wheel: Path, folder: Path, packages: list[str]) -> Path:
+    """Make an environment with zeropp, these packages and what they need. Returns its bin folder."""
+    environment = folder / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     (site,) = environment.glob("lib/python*/site-packages")
-    link_packages(site, ["numpy", "rich", "torch", "tyro"])
-    python = environment / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python)
-    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    zeropp = environment / "bin" / "zeropp"
+    link_packages(site, packages)
+    pip = (sys.executable, "-m", "pip", "--python", environment / "bin" / "python")
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    return environment / "bin"
+
+
+TRAIN = """
+import sys
+import torch, torch.distributed as dist, zeropp
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+for layer in net:
+    fully_shard(layer)
+fully_shard(net)
+zpp = zeropp.apply(net, zeropp.Config(node_size=1))
+optimizer = torch.optim.SGD(net.parameters())
+for _ in range(2):
+    net(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+zpp.summary(), zpp.ledger.table(), zpp.state_dict()
+ours = {name for name in sys.modules if name.startswith("zeropp.tools")}
+assert not ours and "tyro" not in sys.modules, ours
+assert zpp.ledger.total().across_bytes
+dist.destroy_process_group()
+print("trained")
+"""
+
+
+def test_training_needs_torch_numpy_and_rich_alone(wheel: Path, tmp_path: Path) -> None:
+    """The library imports no tool, and none of the tools' packages."""
+    programs = install(wheel, tmp_path, ["numpy", "rich", "torch"])
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = (programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert run(*command, "train.py", cwd=tmp_path, PYTHONPATH="").count("trained") == 2
+    failed = subprocess.run(
+        [str(programs / "zeropp"), "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert failed.returncode == 1
+    assert "pip install 'zeropp[cli]'" in " ".join(failed.stderr.split())
+
+
+def test_it_runs_the_demonstration_where_there_is_nothing_else(wheel: Path, tmp_path: Path) -> None:
+    """No lab and no kernels: what `pip install 'zeropp[cli]'` brings is enough."""
+    zeropp = install(wheel, tmp_path, ["numpy", "rich", "torch", "tyro"]) / "zeropp"
     assert run(zeropp, "--version", cwd=tmp_path, PYTHONPATH="") == f"zeropp {__version__}\n"
     shown = run(zeropp, "demo", "--steps", "1", cwd=tmp_path, PYTHONPATH="")
     assert "4 local ranks that play 2 nodes" in shown

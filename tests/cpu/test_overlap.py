@@ -333,7 +333,7 @@ def test_a_killed_peer_is_an_error_on_the_others_that_names_the_unit(ranks: Rank
     assert "rank 3 was ended by SIGKILL" in said
     assert "no answer" not in said
     assert "of unit 'blocks." in said
-    assert "beside the training thread" in said
+    assert "in a comm thread" in said
 
 
 def _where_gradients_are() -> tuple[bool, bool, bool, str]:

@@ -191,7 +191,8 @@ class ReduceScatter(Comm):
 
         The training loop decides about sync and about `.grad`, on all ranks alike.
         """
-        pending, crosses_nodes = self._pending_for(rows, sync), sync is GradientSync.ACROSS
+        pending = self._pending_for(rows, sync)
+        crosses_nodes = pending is None or sync is GradientSync.ACROSS
         if crosses_nodes and pending is not None and not is_flush:
             crosses_nodes = not self.gradients.waits_for_next_use()
         self.pending = None
