@@ -360,8 +360,8 @@ def test_what_is_kept_is_told_before(ranks: Ranks, name: str, options: dict[str,
 
 
 def test_an_unusual_footprint_is_a_warning_on_one_rank(ranks: Ranks) -> None:
-    """Four nodes of one rank: full gradients in fp32 wait on every rank."""
-    for rank, found in enumerate(ranks.run(_announced, replace(CONFIGS["default"], node_size=1), {})):
+    """Four nodes of one rank: full gradients in fp32, and a whole reference in 16 bits, on every rank."""
+    for rank, found in enumerate(ranks.run(_announced, replace(CONFIGS["four_bit"], node_size=1), {})):
         assert sum(found["told"], Footprint()).total > UNUSUAL_FOOTPRINT * found["shards"]
         assert len(found["accumulating"]) == (rank == 0)
         assert all("pending gradients" in text for text in found["accumulating"])
