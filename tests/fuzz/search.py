@@ -18,7 +18,7 @@ from tests.ranks import RankError, Ranks
 from zeropp.comm import AllGather, ReduceScatter
 
 WORLD = 4
-TIMEOUT = 60.0
+TIMEOUT = 600.0
 """Seconds for one program in all variants; what takes longer hangs."""
 FAMILIES = (
     (
