@@ -1,5 +1,7 @@
-"""README and docs: links go somewhere, tables can be read, and the tables of files are complete. (`make docs` checks
-that the site builds.)"""
+"""README and docs: links go somewhere, tables can be read, and the tables of files are complete.
+
+(`make docs` checks that the site builds.)
+"""
 
 from __future__ import annotations
 
