@@ -1,6 +1,6 @@
-"""A hook of mkdocs: what pages link to outside of docs/ goes into the site, below `sources/`.
+"""A hook of mkdocs: it adds files outside of docs/ that pages link to, below `sources/` of the site.
 
-So the links of one text are right in the repository and in the site, and `--strict` finds those that are not.
+So one text has valid links in the repository and in the site, and `--strict` finds dead ones.
 """
 
 from __future__ import annotations

@@ -1,21 +1,42 @@
-"""The README's tour of the code names every file of the core. (Links are checked in test_docs.py.)"""
+"""README.md: short, with its claim, its status and its commands. (test_docs.py checks links and tables.)"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from zeropp.tools.bench.results import Results
+
 ROOT = Path(__file__).parents[1]
-LINKS = re.findall(r"\]\(([\w./-]+?)(?:#[\w-]+)?\)", (ROOT / "README.md").read_text())
+README = (ROOT / "README.md").read_text()
+MAX_BYTES = 9000
 
 
-def test_every_file_of_the_core_is_named() -> None:
-    core = [*(ROOT / "zeropp").glob("*.py"), *(ROOT / "zeropp/comm").glob("*.py")]
-    files = {str(path.relative_to(ROOT)) for path in core if not path.name.startswith("__")}
-    assert files - set(LINKS) == set()
+def test_it_is_short() -> None:
+    assert len(README.encode()) < MAX_BYTES, "move details to the page in docs/ that they belong to"
 
 
-def test_every_room_is_named() -> None:
-    rooms = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "zeropp").glob("*/__init__.py")}
-    named = {"/".join(link.split("/")[:2]) for link in LINKS if link.startswith("zeropp/")}
-    assert rooms - named == set()
+def test_the_claim_follows_from_the_table() -> None:
+    paper = Results.load(ROOT / "docs/data/bench-paper.json")
+    bytes_of = {
+        (name, count): cell.sent_bytes
+        for name in ("wire16", "default")
+        for count in (1, 8)
+        if (cell := paper.cell(name, count)) is not None
+    }
+    less = [round(bytes_of["wire16", count] / bytes_of["default", count]) for count in (1, 8)]
+    assert less == [6, 47]
+    assert f"send {less[0]}x fewer bytes between nodes per step ({less[1]}x with 8 micro-batches)" in README
+
+
+def test_it_has_one_picture_and_one_table() -> None:
+    assert README.count("![") == 1
+    assert len(re.findall(r"^\|[-|]+\|$", README, re.MULTILINE)) == 1
+
+
+def test_commands_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("train", "test"):
+        assert f"    make {target} " in README
+        assert f"\n{target}: " in makefile
+    assert "-m zeropp doctor" in README
