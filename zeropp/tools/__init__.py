@@ -1,1 +1,2 @@
-"""Commands, and all that serves only them. Nothing in the library imports this package."""
+"""The commands and their helpers. The library does not import this package, except `ZeroPP.report` for its
+page."""
