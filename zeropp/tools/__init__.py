@@ -1,2 +1,1 @@
-"""The commands and their helpers. The library does not import this package, except `ZeroPP.report` for its
-page."""
+"""The commands and their helpers. Of the library, only `ZeroPP.report` imports from this package."""

@@ -57,8 +57,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Return whether a rename may replace `path`. It must not replace a device or a pipe, such as
-    /dev/stdout."""
+    """Return whether a rename may replace `path`: not if it is a device or a pipe, such as /dev/stdout."""
     return path.is_file() or not path.exists()
 
 

@@ -22,8 +22,7 @@ class PeakMemory:
 
     @staticmethod
     def resident_bytes() -> int:
-        """Return the resident bytes of this process (Linux), after the allocator has released its free
-        memory."""
+        """Return the resident bytes of this process (Linux), without free memory of the allocator."""
         ctypes.CDLL(None).malloc_trim(0)
         return _status_bytes("VmRSS")
 

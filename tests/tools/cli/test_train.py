@@ -82,8 +82,7 @@ def zeropp_train(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
-    """One rank, without torchrun. The first step makes the weights huge, and the loss of the second is
-    NaN."""
+    """One rank, without torchrun. The first step makes the weights huge; the second loss is NaN."""
     run = small_run(tmp_path, zeropp=Config(node_size=1))
     arguments = [*command_line(run), "--checkpoint.every", "1", "--schedule.warmup-steps", "0"]
     done = zeropp_train(*arguments, "--optimizer.learning-rate", "1e30", "--logging.tensorboard")

@@ -24,8 +24,7 @@ GOOD = CheckResult("ok", "all is well")
 
 
 def failing(settings: DoctorSettings) -> Iterator[Check]:
-    """A check in which rank 2 raises while the others wait, then one that communicates, and one that does
-    not."""
+    """Rank 2 raises while the others wait. The second check communicates, the third does not."""
 
     def fail(session: Session) -> CheckResult:
         (across, _) = session.topology.hops()

@@ -19,8 +19,7 @@ COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 @dataclass
 class Options:
-    """Run a torchrun script on several nodes, which are network namespaces of this machine, with shaped
-    links.
+    """Run a torchrun script on nodes that are network namespaces of this machine, with shaped links.
 
     The script and its arguments follow `--`:
 

@@ -26,14 +26,17 @@ def watch_rank() -> int | None:
     Call this while the process has a single thread.
     """
     watcher = os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the watcher can forward it
     rank = os.fork()
     if rank == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the rank dies if the watcher is killed
         if os.getppid() != watcher:  # the watcher was killed before the line above
             os._exit(1)
         faulthandler.enable()
         return None
     signal.signal(signal.SIGTERM, lambda number, _: os.kill(rank, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to the rank, too
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
     if code >= 0:

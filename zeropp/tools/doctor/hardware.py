@@ -104,6 +104,7 @@ class Measurement:
 def measure(size: Size, device: torch.device, topology: Topology) -> Measurement:
     """Measure this cluster. Collective over an initialized process group."""
     timer = Timer(device, size.repeats)
+    # An addition reads two tensors and writes one.
     memory_rate = 3 * _PASS_BYTES / timer.seconds(_memory_pass(device), LONG_ROUND)
     train_layers = _layers(size, device)
     with WorkCounter() as work:
@@ -113,10 +114,11 @@ def measure(size: Size, device: torch.device, topology: Topology) -> Measurement
     flops_rate = work.flops / in_products
     codecs: dict[str, CodecSpeed] = {name: _codec_speed(timer, name) for name in CODECS}
     points: dict[str, list[tuple[int, float]]] = {}
-    cpu_seconds = wire_bytes = 0.0
+    cpu_seconds = wire_bytes = 0.0  # of all calls on this rank
     for name, prepare in _calls(topology, device):
         points[name], cpu = _sizes(timer, prepare, size.wire_bytes)
         cpu_seconds += cpu
+        # `Timer.seconds` makes one call before its rounds.
         wire_bytes += sum((1 + size.repeats) * sent for sent, _ in points[name])
     costs = {name: _fit(found) for name, found in points.items()}
     sharing = max(1.0, together / alone)
@@ -241,7 +243,7 @@ def _prepare_plain(
     device: torch.device, group: ProcessGroup, pattern: Pattern, wanted: int
 ) -> tuple[Callable[[], object], int]:
     ranks = group.size()
-    rounds = 2 if pattern == "all_reduce" else 1
+    rounds = 2 if pattern == "all_reduce" else 1  # a reduce-scatter and an all-gather
     numel = wanted // (ranks - 1) // rounds // 4  # per piece
     piece, pieces = torch.ones(numel, device=device), torch.ones(ranks * numel, device=device)
     calls: dict[Pattern, Callable[[], object]] = {
@@ -263,7 +265,7 @@ def _fit(points: list[tuple[int, float]]) -> Cost:
     mean_bytes = sum(w * sent for w, (sent, _) in zip(weights, points, strict=True)) / total
     mean_seconds = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
     spread = sum(w * (sent - mean_bytes) ** 2 for w, (sent, _) in zip(weights, points, strict=True))
-    if spread == 0:
+    if spread == 0:  # one size only, so no latency can be fitted
         return Cost(0.0, round(mean_seconds / mean_bytes * 1e9, 6))
     rate = (
         sum(
@@ -278,8 +280,7 @@ def _fit(points: list[tuple[int, float]]) -> Cost:
 
 
 def _core_wait_us(timer: Timer, topology: Topology, compute: Callable[[], None]) -> float:
-    """Return the extra time of a small hop while all ranks compute in another thread: the mean of both
-    hops."""
+    """Return the mean extra time of a small hop while all ranks compute in another thread."""
 
     def seconds_of_hops(run: Callable[[], object]) -> float:
         seconds = 0.0
@@ -302,8 +303,7 @@ def _core_wait_us(timer: Timer, topology: Topology, compute: Callable[[], None])
 
 
 def _one_rail_gbit_s(timer: Timer, topology: Topology, wire_bytes: int) -> float | None:
-    """Return the rate across nodes while one rank per node sends. It shows whether one rank fills the
-    link."""
+    """Return the rate across nodes while one rank per node sends, to compare with that of all ranks."""
     across = [hop for hop in _hops(topology) if hop.name == "across"]
     if not across:
         return None

@@ -1,5 +1,4 @@
-"""Checks of every codec of a Config on this device: equality with quant/reference.py bit for bit, and
-speed."""
+"""Checks of every codec on this device: equality with quant/reference.py bit for bit, and speed."""
 
 from __future__ import annotations
 

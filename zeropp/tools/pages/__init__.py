@@ -1,6 +1,6 @@
 """Self-contained HTML pages and SVG charts for reports."""
 
-from .charts import Bar, BarPart, Chart, Line, Phase, Span, Step, bars, lines, number, timelines
+from .charts import Bar, BarPart, Chart, Line, Phase, Span, Step, bars, lines, timelines
 from .page import figure, figures, items, page, paragraph, table
 from .palette import PART_COLORS, STRATEGY_COLORS, WORK_COLORS, colors_of
 
@@ -21,7 +21,6 @@ __all__ = [
     "figures",
     "items",
     "lines",
-    "number",
     "page",
     "paragraph",
     "table",

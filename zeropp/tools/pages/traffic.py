@@ -28,9 +28,10 @@ def render_traffic(
     """Return the page.
 
     Args:
-        ledger: Ledger of this rank. topologies: Topology of each unit; None for a unit without zeropp. The
-        one with the most nodes is drawn. units: Rows of `summary()`, one for each unit. rank: Rank of this
-        process.
+        ledger: Ledger of this rank.
+        topologies: Topology of each unit; None for a unit without zeropp. That with the most nodes is drawn.
+        units: Rows of `summary()`, one for each unit.
+        rank: Rank of this process.
     """
     sections = []
     known = [topology for topology in topologies if topology is not None]

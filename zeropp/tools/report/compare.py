@@ -43,8 +43,7 @@ MUST_MATCH: dict[str, Callable[[Metrics], object]] = {
 
 
 def read_runs(paths: list[Path]) -> dict[str, Metrics]:
-    """Return the runs by name: the folder of a metrics.jsonl, the name of another file, or the path if names
-    repeat."""
+    """Return the runs by name: that of the folder or the file, or the whole path if names repeat."""
     files = [path / FILE_NAME if path.is_dir() else path for path in paths]
     names = [file.parent.name if file.name == FILE_NAME else file.stem for file in files]
     if len(set(names)) < len(names):

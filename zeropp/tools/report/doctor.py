@@ -49,8 +49,7 @@ def doctor_tables(diagnosis: Diagnosis) -> list[Table]:
 
 
 def link_lines(hardware: Hardware) -> list[list[str]]:
-    """Return a header, and the latency and rate of every collective. A rate counts the bytes that one rank
-    sends."""
+    """Return a header, and the latency and rate of every collective, per rank."""
     return [list(LINK_COLUMNS)] + [
         [name, f"{cost.latency_us:,.0f}", f"{1 / max(cost.ns_per_byte, TOO_FAST_NS):,.3g}"]
         for name, cost in hardware.measured.items()

@@ -17,7 +17,8 @@ from .bench_tables import as_table
 COLUMNS = ("", "step ms", "tokens/s", "TFLOPs", "across", "memory GiB", "waits most for")
 EXPLANATION = (
     "step: predicted time of an optimizer step. TFLOPs: per rank, including recomputation. across: sent by a "
-    "node to others in a step. waits most for: largest part of the critical path, which is the exposed time."
+    "node to others in a step. waits most for: kind of work with the largest exposed time, which is its time "
+    "on the critical path after overlap."
 )
 
 

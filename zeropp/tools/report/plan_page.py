@@ -1,5 +1,4 @@
-"""Report of a plan as a self-contained HTML page, with timelines of the best strategies and of plain
-FSDP2."""
+"""Report of a plan as a self-contained HTML page, with timelines of the best strategies."""
 
 from __future__ import annotations
 
