@@ -26,7 +26,7 @@ def watch_rank() -> int | None:
     Call this while the process has a single thread.
     """
     watcher = os.getpid()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the watcher can forward it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPED_BY_OTHERS)  # until the watcher handles them
     rank = os.fork()
     if rank == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -36,8 +36,8 @@ def watch_rank() -> int | None:
         faulthandler.enable()
         return None
     signal.signal(signal.SIGTERM, lambda number, _: os.kill(rank, number))
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to the rank, too
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
     if code >= 0:
         return code
