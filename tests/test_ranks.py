@@ -52,7 +52,7 @@ def test_failure_and_hang_are_reported_and_survived(ranks: Ranks) -> None:
     ("number", "how", "advice"),
     [
         (signal.SIGILL, r"SIGILL \(illegal instruction\)", "Try: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"),
-        (signal.SIGBUS, r"SIGBUS \(bus error\)", "Try: look whether /dev/shm is full"),
+        (signal.SIGBUS, r"SIGBUS \(bus error\)", "Try: check whether /dev/shm is full"),
         (signal.SIGKILL, r"SIGKILL \(killed\)", "Try: look for 'out of memory'"),
     ],
 )

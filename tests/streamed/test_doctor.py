@@ -1,4 +1,4 @@
-"""The doctor on a device with streams, where data arrives when somebody waits for it."""
+"""The doctor on a device with streams, where data arrives only after a wait."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from unittest.mock import patch
 
 from tests.ranks import Ranks
 from tests.streamed import device
-from tests.tools.doctor.visits import run
+from tests.tools.doctor.check_job import run
 from zeropp.comm import Wire
 from zeropp.tools.doctor import collectives
-from zeropp.tools.doctor.check import Check, Settings
+from zeropp.tools.doctor.check import Check, DoctorSettings
 
 
-def checks(settings: Settings) -> Iterator[Check]:
+def checks(settings: DoctorSettings) -> Iterator[Check]:
     return collectives.checks()
 
 
@@ -25,7 +25,7 @@ def test_every_hop_in_both_directions(streamed_ranks: Ranks) -> None:
 
 
 def forgets_to_wait() -> AbstractContextManager[object]:
-    """The hop is started and given up: nothing waits for it."""
+    """The hop starts, and nothing waits for it."""
     right = Wire.all_gather
 
     def wrong(wire: Wire, *given: Any) -> Generator[None]:

@@ -1,4 +1,4 @@
-"""CPUs that announce AMX: what a trial that dies changes. A stand-in ends the trial, on any machine."""
+"""CPUs that announce AMX and die of it. A stand-in for the trial runs on any machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def count_trials(folder: Path, code: str) -> tuple[str, ...]:
-    """A trial that leaves a letter in a file, and then runs the code."""
+    """Return a trial that appends a letter to a file and then runs `code`."""
     return (sys.executable, "-c", f"open({str(folder / 'count')!r}, 'a').write('x'); {code}")
 
 
@@ -47,11 +47,11 @@ def test_a_trial_that_dies_caps_onednn_once_per_boot(tmp_path: Path) -> None:
 def test_a_trial_that_lives_changes_nothing(tmp_path: Path) -> None:
     assert make_bf16_safe(amx.TRIAL, tmp_path) == (True, "")
     assert CAP_VARIABLE not in os.environ
-    broken = (sys.executable, "-c", "raise SystemExit(3)")  # says nothing about the CPU
+    broken = (sys.executable, "-c", "raise SystemExit(3)")  # not caused by the CPU
     assert make_bf16_safe(broken, tmp_path / "other") == (True, "")
 
 
-def test_a_value_of_the_user_stays(announced: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_users_value_stays(announced: pytest.MonkeyPatch, tmp_path: Path) -> None:
     announced.setenv(CAP_VARIABLE, "AVX512_CORE_AMX")
     cap_onednn()
     assert os.environ[CAP_VARIABLE] == "AVX512_CORE_AMX"
@@ -91,7 +91,7 @@ torch.nn.functional.conv2d(torch.ones(8, 16, 32, 32), torch.ones(16, 16, 3, 3))
 
 
 def test_onednn_reads_the_cap_at_its_first_product_and_not_before() -> None:
-    """With its log on, oneDNN prints at its first use which instructions it will take."""
+    """With its log on, oneDNN prints its instruction set at its first use."""
     environment = {name: value for name, value in os.environ.items() if name != CAP_VARIABLE}
     environment["ONEDNN_VERBOSE"] = "1"
     seen = {}

@@ -1,4 +1,4 @@
-"""Memory of this process."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 

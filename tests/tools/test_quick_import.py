@@ -12,23 +12,23 @@ PROGRAM = """
 import gc
 from zeropp.tools.quick_import import import_quickly
 
-searches = []
-gc.callbacks.append(lambda phase, found: searches.append(phase))
+collections = []
+gc.callbacks.append(lambda phase, found: collections.append(phase))
 assert import_quickly("decimal").Decimal(1) == 1
 assert import_quickly("tyro").cli
-assert searches == [], "it was looked for garbage"
+assert collections == [], "an import ran the garbage collector"
 before = gc.get_freeze_count()
 kept = [[] for _ in range(100_000)]
-assert searches != [], "it is never looked for garbage again"
+assert collections != [], "the garbage collector never runs again"
 assert gc.get_freeze_count() == before > 10_000
 """
 
 
-def test_garbage_is_looked_for_afterwards_and_not_in_modules() -> None:
+def test_collections_run_afterwards_and_skip_the_modules() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=300)
 
 
-def test_who_has_switched_it_off_finds_it_off() -> None:
+def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
         import_quickly("json")
@@ -37,7 +37,7 @@ def test_who_has_switched_it_off_finds_it_off() -> None:
         gc.enable()
 
 
-def test_after_an_error_it_is_on_again() -> None:
+def test_the_collector_is_on_after_an_error() -> None:
     with pytest.raises(ModuleNotFoundError):
         import_quickly("zeropp.nowhere")
     assert gc.isenabled()

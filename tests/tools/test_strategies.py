@@ -2,14 +2,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import get_args
 
 import pytest
 
 from zeropp import Config
-from zeropp.tools.strategies import BASELINE, DEFAULT, NOT_RUN, STRATEGIES, find_strategy
+from zeropp.tools.strategies import (
+    BASELINE,
+    DEFAULT,
+    NOT_RUN,
+    PRESETS,
+    STRATEGIES,
+    PresetName,
+    find_strategy,
+    preset_code,
+)
 
 
-def test_the_strategies_are_what_a_user_would_otherwise_pick() -> None:
+def test_every_preset_has_a_config_and_its_code() -> None:
+    assert set(PRESETS) == set(get_args(PresetName))
+    for name, preset in PRESETS.items():
+        assert eval(preset_code(name), {"Config": Config}) == preset()
+    same_name = [strategy for strategy in STRATEGIES if strategy.name in ("paper", DEFAULT, "four-bit")]
+    assert [strategy.config for strategy in same_name] == [
+        PRESETS["paper"](), PRESETS["default"](), PRESETS["four-bit"]()
+    ]  # fmt: skip
+
+
+def test_names_and_configs_of_the_strategies() -> None:
     names = [strategy.name for strategy in STRATEGIES]
     assert names == [
         *("fsdp2", "wire16", "wire16-overlap", "wire16-accumulate", "wire16-two-hop", "wire16-reshard"),
@@ -49,8 +69,8 @@ def test_strategies_that_need_several_ranks_a_node_say_so() -> None:
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_a_peer_that_is_not_installed_says_so() -> None:
-    says = find_strategy("deepspeed").why_not(nodes=2, ranks_per_node=2)
-    assert says == "DeepSpeed is not installed: pip install 'zeropp[deepspeed]'"
+    reason = find_strategy("deepspeed").why_not(nodes=2, ranks_per_node=2)
+    assert reason == "DeepSpeed is not installed: pip install 'zeropp[deepspeed]'"
 
 
 def test_a_strategy_that_does_not_exist_is_named() -> None:

@@ -1,1 +1,1 @@
-"""Commands, and all that serves only them. Nothing in the library imports this package."""
+"""The commands and their helpers. Of the library, only `ZeroPP.report` imports from this package."""

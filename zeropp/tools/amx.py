@@ -1,14 +1,14 @@
-"""CPUs that announce AMX and cannot run it.
+"""Protection against CPUs that announce AMX and cannot run it.
 
 [Note: AMX]
 Some hypervisors announce AMX (`amx_bf16` among the CPU's flags), the kernel grants it, and the first AMX
-instruction ends the process with SIGILL. oneDNN computes torch's matrix products in bf16 and believes the
-flags. The variable ONEDNN_MAX_CPU_ISA caps what oneDNN uses. oneDNN reads it at its first use, so the cap can
-be set until then, also after `import torch`.
+instruction ends the process with SIGILL. oneDNN computes torch's matrix products in bf16 and trusts the
+flags. The variable ONEDNN_MAX_CPU_ISA limits the instructions that oneDNN uses. oneDNN reads it at its first
+use, so the cap can be set until then, also after `import torch`.
 
 Tests and the demonstration run with the cap on every machine (`cap_onednn`): they work on such a CPU, and a
-product has the same bits with and without AMX. Training believes a trial instead of the flags
-(`make_bf16_safe`), because AMX that works is fast.
+product has the same bits with and without AMX. Training runs a trial instead of trusting the flags
+(`make_bf16_safe`), because working AMX is fast.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from .._file_lock import locked
 CAP_VARIABLE, CAP = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
 PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 TRIAL = (sys.executable, "-c", PRODUCT)
-"""The command of a trial. It ends with 0, or by a signal."""
+"""Command of a trial. It exits with 0 or dies by a signal."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def cap_onednn() -> None:
-    """Keep oneDNN below AMX in this process and those that it starts. A value that is set already stays."""
+    """Keep oneDNN below AMX in this process and its children. An existing value of the variable stays."""
     os.environ.setdefault(CAP_VARIABLE, CAP)
 
 
 def announces_amx() -> bool:
-    """Whether the CPU says that it multiplies matrices of bf16 by AMX."""
+    """Return whether the CPU's flags include AMX for bf16 matrices."""
     import torch
 
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 def make_bf16_safe(trial: tuple[str, ...] = TRIAL, folder: Path | None = None) -> tuple[bool, str]:
-    """Find out by a trial whether products in bf16 end the process, and cap oneDNN if they do.
+    """Run a bf16 product in a separate process, and cap oneDNN if the product ends that process.
 
-    Call it before the first product in bf16. Returns whether products in bf16 are safe from now on, and a
-    sentence for the user, which is empty if they have been all along. `folder` holds results of trials: one
-    trial per machine and boot runs. The trial runs in every call where no file can be written.
+    Call this before the first product in bf16. Returns whether bf16 products are safe from now on, and a
+    sentence for the user, which is empty if they were safe from the start. `folder` caches the results, so
+    one trial runs per machine and boot. If `folder` is not writable, every call runs the trial.
     """
     if not announces_amx():
         return True, ""
     folder = _cache_folder() if folder is None else folder
     code = _try_once(trial, folder)
-    if code >= 0:  # a trial that could not begin says nothing about the CPU
+    if code >= 0:  # also if the trial failed for another reason than the CPU
         return True, ""
-    how = signal.Signals(-code).name
-    died = f"a product in bf16 ends the process ({how}): the CPU announces AMX and cannot run it"
+    name = signal.Signals(-code).name
+    died = f"a product in bf16 ends the process ({name}): the CPU announces AMX and cannot run it"
     if CAP_VARIABLE in os.environ:
         value = os.environ[CAP_VARIABLE]
         return False, f"{died}; {CAP_VARIABLE} is {value!r}, expected {CAP} or lower"
@@ -66,7 +66,7 @@ def make_bf16_safe(trial: tuple[str, ...] = TRIAL, folder: Path | None = None) -
 
 
 def _try_once(trial: tuple[str, ...], folder: Path) -> int:
-    """The exit code of the trial with today's environment. Read from `folder` if this boot has had it."""
+    """Return the exit code of the trial in the current environment, from `folder` if this boot has run it."""
     import torch
 
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else "unknown"

@@ -1,4 +1,4 @@
-"""How much memory this process took, from a point in time on."""
+"""Peak memory of this process since a point in time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 class PeakMemory:
-    """The most memory that was in use since it was made: bytes allocated on a GPU, or resident bytes (Linux)
-    over those at the start."""
+    """Peak memory since construction: bytes allocated on a GPU, or, on a CPU (Linux), resident bytes minus
+    those at construction."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -22,19 +22,20 @@ class PeakMemory:
 
     @staticmethod
     def resident_bytes() -> int:
-        """What this process holds in memory now (Linux), without what earlier work left in the allocator."""
+        """Return the resident bytes of this process (Linux), without free memory of the allocator."""
         ctypes.CDLL(None).malloc_trim(0)
         return _status_bytes("VmRSS")
 
     def restart(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak to the current memory."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
     @property
     def bytes(self) -> int:
+        """Bytes at the peak."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, _status_bytes("VmHWM") - self._start_bytes)

@@ -1,4 +1,4 @@
-"""How a process ended, in words, and what to try where the cause is known."""
+"""Descriptions of exit codes, with advice for known causes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ SIGNALS: dict[int, tuple[str, str]] = {
         "killed",
         "look for 'out of memory' in the kernel's log (dmesg); use fewer ranks or a smaller batch",
     ),
-    signal.SIGBUS: ("bus error", "look whether /dev/shm is full (df /dev/shm)"),
+    signal.SIGBUS: ("bus error", "check whether /dev/shm is full (df /dev/shm)"),
     signal.SIGSEGV: ("segmentation fault", ""),
     signal.SIGABRT: ("aborted", ""),
     signal.SIGTERM: ("terminated", ""),
 }
-"""By signal: its meaning, and what to try."""
+"""Meaning and advice of each signal."""
 
 
 def describe_exit(code: int | None) -> str:
-    """
+    """Describe an exit code of `subprocess`. None stands for a process that the caller has stopped.
+
     >>> describe_exit(1), describe_exit(-4), describe_exit(None)
     ('ended with exit code 1', 'was ended by SIGILL (illegal instruction)', 'was stopped')
     """
@@ -37,9 +38,9 @@ def describe_exit(code: int | None) -> str:
 
 
 def advise_on_exit(code: int | None) -> str:
-    """What to try about this exit code; empty where nothing is known.
+    """Return advice for an exit code, or an empty string.
 
     >>> advise_on_exit(-7)
-    'look whether /dev/shm is full (df /dev/shm)'
+    'check whether /dev/shm is full (df /dev/shm)'
     """
     return SIGNALS.get(-code, ("", ""))[1] if code is not None else ""

@@ -1,4 +1,4 @@
-"""How commands import what takes long: torch, and most of zeropp."""
+"""Faster imports of large packages, such as torch, for commands."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import ModuleType
 
 
 def import_quickly(name: str) -> ModuleType:
-    """Import a module, and never look for garbage in it.
+    """Import a module, and exclude its objects from garbage collection.
 
-    Modules stay until the process ends, and torch's are made of a million objects: to look through them again
-    and again takes a third of the time of the import, and a quarter second of every later search.
+    Modules live until the process ends. torch's modules have a million objects: scanning them takes a third
+    of the import's time, and a quarter second of every later collection.
     """
-    if name in sys.modules:  # then whatever garbage there is may be somebody's
+    if name in sys.modules:  # `gc.freeze` would then exclude objects of other code
         return sys.modules[name]
     was_on = gc.isenabled()
     gc.disable()

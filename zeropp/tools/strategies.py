@@ -1,7 +1,8 @@
-"""Strategies: ways to train one and the same model, plain FSDP2, HSDP, DeepSpeed and zeropp's Configs.
+"""Presets, which are the Configs with a name, and strategies: ways to train a model with FSDP2, HSDP,
+DeepSpeed or zeropp.
 
-The benchmark measures them and the planner predicts them. A `Strategy` says what is sent, how the model is
-sharded, and what is put off to the last micro-batch of a step.
+The benchmark measures the strategies and the planner predicts their step times. A `Strategy` sets the codecs,
+the sharding of the model, and the communication that happens once per step instead of once per micro-batch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,30 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from .. import Config, ZeroPP
 
+PresetName = Literal["default", "four-bit", "paper", "wire16", "fsdp2"]
+PRESETS: dict[PresetName, Callable[..., Config]] = {
+    "fsdp2": Config.off,
+    "wire16": Config.wire16,
+    "paper": Config.paper,
+    "default": Config,
+    "four-bit": Config.four_bit,
+}
+"""Constructors of the Configs that have a name on command lines, in TOML files and in reports.
+
+Every other list of presets derives from this one. Tables use its order, help texts that of `PresetName`. The
+preset wire16 overlaps on a CPU; the strategy of that name, the baseline, does not.
+"""
+
+
+def preset_code(name: PresetName) -> str:
+    """Return the Python code of a preset.
+
+    >>> preset_code("default"), preset_code("four-bit")
+    ('Config()', 'Config.four_bit()')
+    """
+    return f"{PRESETS[name].__qualname__}()"
+
+
 Sync = Literal["every", "gradients", "across", "replicas"]
 Engine = Literal["fsdp2", "compute", "deepspeed"]
 
@@ -30,26 +55,26 @@ class Strategy:
     name: str
     title: str
     config: Config | None = None
-    """What `zeropp.apply` gets; None: it is not called, or ..."""
+    """Config for `zeropp.apply`. None: zeropp is not applied, or `is_auto` is set."""
     is_auto: bool = False
-    """... it gets "auto"."""
+    """Whether `zeropp.apply` gets "auto"."""
     engine: Engine = "fsdp2"
     sync: Sync = "every"
-    """What happens once per optimizer step instead of in every micro-batch. "gradients": FSDP2's
-    `set_requires_gradient_sync`; "across": `set_requires_cross_node_sync`; "replicas": HSDP's all-reduce
-    (`set_requires_all_reduce`)."""
+    """Communication that happens once per optimizer step instead of in every micro-batch. "every": none.
+    "gradients": all reductions (FSDP2's `set_requires_gradient_sync`). "across": reductions between nodes
+    (`set_requires_cross_node_sync`). "replicas": HSDP's all-reduce (`set_requires_all_reduce`)."""
     is_hsdp: bool = False
-    """Sharded inside the node, replicated across nodes, gradients reduced as bf16. With one rank a node:
-    replicated only."""
+    """Whether the model is sharded inside the node and replicated across nodes, with gradients reduced in
+    bf16. With one rank per node the model is only replicated."""
     reshard_in_node: bool = False
-    """`reshard_after_forward=` the ranks of a node."""
+    """Whether `reshard_after_forward` is the number of ranks per node."""
     deepspeed_hpz: bool = False
-    """DeepSpeed's hpZ: `zero_hpz_partition_size` is the ranks of a node."""
+    """Whether DeepSpeed's hpZ is on: `zero_hpz_partition_size` is the number of ranks per node."""
     is_ours: bool = False
-    """Whether it has a part of ZeRO++ in it."""
+    """Whether it uses a technique of ZeRO++ through zeropp."""
 
     def why_not(self, nodes: int, ranks_per_node: int) -> str | None:
-        """Why it makes no sense on such a cluster, or cannot be run here; None: it can."""
+        """Return why this strategy cannot run on such a cluster, or None if it can."""
         if self.engine == "deepspeed" and find_spec("deepspeed") is None:
             return "DeepSpeed is not installed: pip install 'zeropp[deepspeed]'"
         if (self.reshard_in_node or self.deepspeed_hpz) and ranks_per_node == 1:
@@ -58,11 +83,11 @@ class Strategy:
 
     @property
     def overlaps(self) -> bool:
-        """Whether it sends while it computes, on a CPU too: cpu/overlap.py. FSDP2 itself does not."""
+        """Whether communication overlaps compute on a CPU, as zeropp's does. FSDP2's own does not."""
         return self.is_auto or (self.config is not None and self.config.overlap)
 
     def sharding_options(self, ranks_per_node: int) -> dict[str, Any]:
-        """What `fully_shard` gets for every unit. Needs a process group; HSDP's mesh is made here."""
+        """Return the arguments of `fully_shard`. Needs a process group, because it creates HSDP's mesh."""
         options: dict[str, Any] = {}
         if self.is_hsdp:
             shape = (dist.get_world_size() // ranks_per_node, ranks_per_node)
@@ -73,7 +98,7 @@ class Strategy:
         return options
 
     def sync_switch(self, model: nn.Module, zpp: ZeroPP | None) -> Callable[[bool], object]:
-        """A function to call before each micro-batch, with whether it is the last one of the step."""
+        """Return a function to call before each micro-batch, with True for the last one of a step."""
         assert isinstance(model, FSDPModule)
         if self.sync == "gradients":
             return model.set_requires_gradient_sync
@@ -87,7 +112,7 @@ class Strategy:
 BASELINE = "wire16"
 DEFAULT = "default"
 COMPUTE = Strategy("compute", "compute only (nothing is sent)", engine="compute")
-"""FSDP2 with comms that send nothing: the first part of every strategy's limit."""
+"""FSDP2 with comms that send nothing: the compute time in every strategy's limit."""
 
 _two_hop_16bit = Config.wire16(route="two-hop")
 STRATEGIES: tuple[Strategy, ...] = (
@@ -129,15 +154,16 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("deepspeed", "DeepSpeed ZeRO-3 (fp32)", engine="deepspeed"),
     Strategy("deepspeed-hpz", "DeepSpeed ZeRO-3 + hpZ (fp32)", engine="deepspeed", deepspeed_hpz=True),
 )
-"""What a user would otherwise pick, and each part of ours: the lines of the benchmark."""
+"""The lines of the benchmark: the alternatives to zeropp, and zeropp with each of its techniques."""
 NOT_RUN = {
     "DeepSpeed qwZ, qgZ": "cannot run on CPU: their kernels need a CUDA build (deepspeed.ops.quantizer)",
 }
-"""What a reader would look for, and why it is not measured."""
+"""Alternatives that the benchmark does not measure, with the reason."""
 
 
 def find_strategy(name: str) -> Strategy:
-    """
+    """Return the strategy with this name.
+
     >>> find_strategy("hsdp").title
     'HSDP, gradients as bf16'
     """

@@ -1,4 +1,4 @@
-"""`zeropp demo`, which is `make train`, with few steps."""
+"""`zeropp demo`, which `make train` runs, with few steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from zeropp.tools.cli import main
 from zeropp.tools.train.demo import MARK
 
 
-def test_both_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demonstration_trains_and_compares_two_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     left_over = tmp_path / "zeropp"  # an earlier demonstration is replaced
     left_over.mkdir()
     (left_over / MARK).touch()

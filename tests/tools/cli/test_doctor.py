@@ -1,4 +1,4 @@
-"""`zeropp doctor` as a user calls it: alone, and with torchrun."""
+"""`zeropp doctor`, in one process and under torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeropp.tools.lab.job import TORCHRUN
 
 ROOT = Path(__file__).parents[3]
 PATIENT = ("--timeout-seconds", "300")
-"""However slow the machine is."""
+"""A long timeout, for busy machines."""
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,20 +29,20 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_good_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two parts, for time; tests/doctor has them all. Its hardware is one that the planner takes."""
+    """Two parts run, to save time; tests/tools/doctor tests all. The planner accepts the hardware file."""
     small = ["--sequence", "8", "--micro-batch", "1", "--rounds", "1", "--width", "64"]
     files = ["--json", "doctor.json", "--html", "doctor.html"]
     done = torchrun(tmp_path, "--node-size", "1", "--parts", "surroundings", "speed", *small, *files)
     assert done.returncode == 0, done.stderr
     assert "surroundings ..." in done.stdout
-    assert "nothing is wrong: 6 ok, 1 warning" in done.stdout
+    assert "no faults: 6 ok, 1 warning" in done.stdout
     assert done.stdout.count("zeropp doctor: 2 ranks, cpu") == 1
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert [result["state"] for result in found["results"]] == ["ok", "ok", "ok", "warning", "ok", "ok", "ok"]
     assert found["advice"][0] in " ".join(done.stdout.split())
     assert (tmp_path / "doctor.html").read_text().startswith("<!doctype html>")
     hardware = ["--hardware", str(tmp_path / "hardware.json"), "--strategy", "fsdp2"]
-    model = ["--model", "tests.plan.samples:build_shallow", "--nodes", "2", "--sequence", "64"]
+    model = ["--model", "tests.tools.plan.samples:build_shallow", "--nodes", "2", "--sequence", "64"]
     assert main(["plan", *model, *hardware]) == 0
     assert "on measured" in " ".join(capsys.readouterr().out.split())
 
@@ -51,7 +51,7 @@ def test_a_fault_is_the_exit_code(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "--node-size", "3", "--parts", "surroundings", "collectives")
     assert done.returncode == 1
     assert "checks found a fault: surroundings: nodes" in done.stdout
-    assert "zeropp/doctor" not in done.stdout + done.stderr  # a traceback; torchrun's own is always there
+    assert "zeropp/tools/doctor" not in done.stdout + done.stderr  # no traceback but torchrun's
     assert not (tmp_path / "hardware.json").exists()
 
 
@@ -75,12 +75,12 @@ def test_one_process_without_torchrun(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--json", "nowhere/doctor.json"], "nowhere/doctor.json cannot be written"),
         (["--node-size", "0"], "node_size is 0; expected a positive number"),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 1
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

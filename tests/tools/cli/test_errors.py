@@ -1,4 +1,4 @@
-"""Bad input in every command: one paragraph that names it, on one rank, and an exit code that is not 0."""
+"""Invalid input of every command: one paragraph that names it, on one rank, and an exit code other than 0."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.ranks import Ranks
 from tests.tools.report.test_compare import write_run
 from tests.tools.train.runs import command_line, small_run, train_here
 from zeropp.tools.cli import main
-from zeropp.tools.cli.errors import tell
+from zeropp.tools.cli.errors import print_error
 
 BROKEN = "def build():\n    raise KeyError('size')\n"
-"""A module of a user's."""
+"""Source code of a user's module."""
 FAILS_LATER = """
 import torch
 class Model(torch.nn.Module):
@@ -32,7 +32,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that are not what commands take them for."""
+    """A folder of files with wrong contents."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "file").write_text("text")
     (folder / "bytes").write_bytes(b"\xff\xfe\x00" * 50)
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """A command that fails leaves its process group to the end of the process."""
+    """Destroy the process group of a failed command, which would live until the process ends."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -70,8 +70,8 @@ CASES = [
     ("compare {}/run --html /proc/c.html", "/proc/c.html cannot be written: No such file or directory"),
     ("compare {}/bytes --html {}/c.html", "bytes cannot be read"),
     ("compare {}/empty --html {}/c.html", "metrics.jsonl cannot be read (No such file or directory)"),
-    ("train --folder {}/file", "file cannot be a folder to write to: a file is in its way"),
-    ("train --folder /proc/run", "/proc/run cannot be a folder to write to"),
+    ("train --folder {}/file", "file is not a writable folder: a file has this name"),
+    ("train --folder /proc/run", "/proc/run is not a writable folder"),
     ("train --config {}/empty", "empty cannot be read (Is a directory); expected a TOML file"),
     ("train --config {}/bytes.toml", "bytes.toml is not TOML"),
     ("train --preset nothing", "zeropp.preset is 'nothing'; expected one of default, four-bit, paper"),
@@ -88,10 +88,10 @@ CASES = [
     ("train --folder {}/new --model.source hf:{}/bytes", "bytes' cannot be loaded"),
     ("export {}/nowhere {}/new", "nowhere has no checkpoint"),
     ("export {}/empty {}/new", "empty has no checkpoint"),
-    ("export {}/checkpoint {}/file", "file cannot be a folder to write to: a file is in its way"),
+    ("export {}/checkpoint {}/file", "file is not a writable folder: a file has this name"),
     ("export {}/checkpoint {}/hf", "hf is not empty; export to a new folder"),
     ("export {}/checkpoint {}/exported", "checkpoint cannot be read: state.json has no 'run'"),
-    ("demo --folder {}/file", "file cannot be a folder to write to"),
+    ("demo --folder {}/file", "file is not a writable folder"),
     ("demo --folder {}/new --link fast", "link is 'fast'; expected a rate"),
     ("demo --folder {}/new --steps -1", "steps is -1; expected a positive number"),
     (PLAN + " --html {}/empty", "empty cannot be written: it is a folder"),
@@ -108,7 +108,7 @@ CASES = [
     (PLAN + " --model users_later:Model", "users_later:Model', and it raised AttributeError"),
     (PLAN + " --model hf:{}/hf", "is not a valid JSON file"),
     ("plan --ranks-per-node 0", "ranks_per_node is 0; expected a positive number"),
-    ("lab run --logs {}/file -- train.py", "file cannot be a folder to write to: a file is in its way"),
+    ("lab run --logs {}/file -- train.py", "file is not a writable folder: a file has this name"),
     ("lab run --nodes 0 -- train.py", "nodes is 0"),
     ("lab bench --nodes 1", "nodes is 1; expected two or more"),
     ("lab bench --show {}/nowhere.json --html {}/b.html", "nowhere.json cannot be read"),
@@ -120,10 +120,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "says"), CASES, ids=[line for line, _ in CASES])
+@pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
 def test_bad_input_is_one_paragraph(
     line: str,
-    says: str,
+    message: str,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -135,11 +135,11 @@ def test_bad_input_is_one_paragraph(
         code = main([word.replace("{}", str(folder)) for word in line.split()])
     except SystemExit as end:  # tyro's
         code = int(end.code or 0)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert code != 0
-    assert says.replace("{}", str(folder)) in said
-    assert "Traceback" not in said
-    assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1
+    assert message.replace("{}", str(folder)) in output
+    assert "Traceback" not in output
+    assert len([line for line in output.splitlines() if line.startswith("error: ")]) == 1
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -161,7 +161,7 @@ def zero(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut, zero, Path.unlink])
 @pytest.mark.parametrize("name", ["state.json", ".metadata", "__0_0.distcp"])
-def test_a_damaged_checkpoint_is_named_and_the_older_one_offered(
+def test_a_damaged_checkpoint_is_named_and_the_older_one_is_offered(
     name: str, damage: Callable[[Path], None], run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = run_folder / "checkpoints" / "step-00000008"
@@ -172,33 +172,33 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_offered(
         assert main(["train", *command]) == 1
     finally:
         (last / name).write_bytes(whole)
-    said = capsys.readouterr().err
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    output = capsys.readouterr().err
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert str(last) in errors[0]
     assert errors[0].endswith(f"--resume {last.with_name('step-00000004')}")
-    assert "Traceback" not in said
-    assert "weights_only" not in said
+    assert "Traceback" not in output
+    assert "weights_only" not in output
 
 
 def fail_on(failing: list[int]) -> str:
-    """These ranks have an error of a user's; what this one says."""
-    said = io.StringIO()
+    """Print a user error on the ranks `failing`, and return the output of this rank."""
+    output = io.StringIO()
     if dist.get_rank() in failing:
-        with redirect_stderr(said):
-            tell(ValueError("bread is not flour"))
-    dist.barrier()  # until then, nobody is gone
-    return said.getvalue()
+        with redirect_stderr(output):
+            print_error(ValueError("bread is not flour"))
+    dist.barrier()  # until then, no rank exits
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("failing", [[0, 1, 2], [1, 2]])
-def test_one_rank_tells_of_an_error(failing: list[int], ranks: Ranks) -> None:
-    said = ranks.run(fail_on, failing, world=3)
-    assert sorted(said) == ["", "", "error: bread is not flour\n"]
-    assert bool(said[0]) == (0 in failing)
+def test_one_rank_prints_an_error(failing: list[int], ranks: Ranks) -> None:
+    output = ranks.run(fail_on, failing, world=3)
+    assert sorted(output) == ["", "", "error: bread is not flour\n"]
+    assert bool(output[0]) == (0 in failing)
 
 
-def test_before_ranks_know_each_other_one_of_each_node_tells(
+def test_without_a_process_group_one_rank_of_each_node_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -209,16 +209,16 @@ def test_before_ranks_know_each_other_one_of_each_node_tells(
     assert "nowhere.toml cannot be read" in capsys.readouterr().err
 
 
-def test_an_error_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_internal_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         raise AssertionError("a bug")
     except AssertionError as error:
-        tell(error)
-    said = capsys.readouterr().err
-    assert "Traceback (most recent call last)" in said
-    assert "AssertionError: a bug" in said
+        print_error(error)
+    output = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in output
+    assert "AssertionError: a bug" in output
 
 
 def test_files_that_cannot_be_opened_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    tell(PermissionError(13, "Permission denied", "run.toml"))
+    print_error(PermissionError(13, "Permission denied", "run.toml"))
     assert capsys.readouterr().err == "error: run.toml: Permission denied\n"

@@ -35,7 +35,7 @@ def test_an_exported_model_has_the_validation_loss_of_its_run(ranks: Ranks, tmp_
     assert sum(losses) / len(losses) == pytest.approx(expected, rel=1e-4)
 
 
-def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
     assert "has no checkpoint; expected the folder of a run" in capsys.readouterr().err
     (tmp_path / "state.json").write_text('{"format": 0}')

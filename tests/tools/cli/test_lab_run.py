@@ -42,7 +42,7 @@ def test_lab_run_shows_ranks_links_and_exit_codes(tmp_path: Path) -> None:
     assert (logs / "rank-0.log").read_text() == "sum 2.0 ['good', '--flag']\n"
 
 
-def test_the_exit_code_says_that_a_rank_failed(tmp_path: Path) -> None:
+def test_the_exit_code_is_1_if_a_rank_fails(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     logs = tmp_path / "logs"
     script.write_text(
@@ -53,17 +53,19 @@ def test_the_exit_code_says_that_a_rank_failed(tmp_path: Path) -> None:
     done = zeropp("lab", "run", *nodes, "--", str(script))
     assert done.returncode == 1
     assert "exit code 3" in done.stdout
-    assert "no more logs: No such file or directory" in done.stdout  # said once; the job goes on without
+    assert (
+        "no more logs: No such file or directory" in done.stdout
+    )  # printed once; the job continues without logs
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
-        ([], "there is no script to run"),
+        ([], "no script is given"),
         (["--link", "fast", "--", "train.py"], "link is 'fast'; expected a rate"),
         (["--at", "now", "--", "train.py"], "change of a link is 'now'"),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "run", *arguments]) != 0
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`zeropp plan` as a user calls it."""
+"""`zeropp plan`, from the command line to its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeropp.tools.cli import main
 from zeropp.tools.plan.catalog import find_hardware
 
 SMALL = ["plan", "--model", "tiny", "--nodes", "2", "--ranks-per-node", "2", "--sequence", "64"]
-SHALLOW = [*SMALL, "--model", "tests.plan.samples:build_shallow"]
+SHALLOW = [*SMALL, "--model", "tests.tools.plan.samples:build_shallow"]
 
 
 def test_it_prints_a_plan_and_writes_numbers_report_and_timeline(
@@ -21,9 +21,9 @@ def test_it_prints_a_plan_and_writes_numbers_report_and_timeline(
     files = {name: tmp_path / name for name in ("plan.json", "plan.html", "trace.json")}
     arguments = ["--json", str(files["plan.json"]), "--html", str(files["plan.html"])]
     assert main([*SMALL, *arguments, "--trace", str(files["trace.json"]), "--link-gbit-s", "5"]) == 0
-    said = capsys.readouterr()
-    shown = said.out
-    assert said.err.splitlines() == [
+    output = capsys.readouterr()
+    shown = output.out
+    assert output.err.splitlines() == [
         "dry run: zeropp's default, 2 nodes x 2 ranks",
         "dry run: FSDP2 as it comes, 2 nodes x 2 ranks",
     ]
@@ -63,14 +63,14 @@ def test_recommend_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "tokens/s, 3 nodes" in capsys.readouterr().out
 
 
-def test_a_hardware_file_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hardware_file_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.json"
     find_hardware("a100-pcie-25gbe").save(path)
     assert main([*SMALL, "--hardware", str(path), "--strategy", "fsdp2"]) == 0
     assert "a100-pcie-25gbe" in capsys.readouterr().out
 
 
-def test_a_link_that_nobody_measured_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_link_rate_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one_node.json"
     replace(find_hardware("a100-100g"), link_gbit_s=None, link_latency_us=None).save(path)
     arguments = [*SMALL, "--hardware", str(path), "--strategy", "fsdp2"]
@@ -81,7 +81,7 @@ def test_a_link_that_nobody_measured_is_asked_for(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--hardware", "a100"], "hardware is 'a100'; expected one of v100-dgx2-100g"),
         (["--strategy", "zero4"], "strategy is 'zero4'; expected one of fsdp2"),
@@ -92,6 +92,6 @@ def test_a_link_that_nobody_measured_is_asked_for(tmp_path: Path, capsys: pytest
         (["--json", "nowhere/plan.json"], "nowhere/plan.json cannot be written"),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == 1
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

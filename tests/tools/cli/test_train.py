@@ -1,4 +1,4 @@
-"""`zeropp train` as a user calls it."""
+"""`zeropp train`, from the command line to its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zeropp.tools.train.demo import steps_done
 from zeropp.tools.train.metrics import FILE_NAME, Metrics
 
 
-def test_options_change_what_the_file_says(tmp_path: Path) -> None:
+def test_options_override_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
         'steps = 7\n[zeropp]\npreset = "fsdp2"\nnode_size = 2\n[optimizer]\nlearning_rate = 0.5\n'
@@ -34,9 +34,7 @@ def test_options_change_what_the_file_says(tmp_path: Path) -> None:
     assert run.zeropp == Config.paper(node_size=2, block_size=256)
 
 
-def test_a_config_that_chooses_itself_takes_no_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_accepts_no_options_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["--preset", "auto", "--batch.size", "3"]).zeropp == "auto"
     path = tmp_path / "run.toml"
     path.write_text('[zeropp]\npreset = "auto"\n')
@@ -55,24 +53,26 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun --nnodes" in shown
 
 
-def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config", "nowhere.toml"]) == 1
     assert "nowhere.toml cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--batch.size", "0"], "batch.size is 0; expected a positive number"),
         (["--zeropp.block-size", "3"], "block_size is 3; expected a power of two"),
         (["--optimizer.learning-rat", "1"], "--optimizer.learning-rat"),
     ],
 )
-def test_bad_options_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", *arguments])
     assert end.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def zeropp_train(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +82,7 @@ def zeropp_train(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
-    """One rank, without torchrun; the first step throws the weights far away, the second finds no loss."""
+    """One rank, without torchrun. The first step makes the weights huge; the second loss is NaN."""
     run = small_run(tmp_path, zeropp=Config(node_size=1))
     arguments = [*command_line(run), "--checkpoint.every", "1", "--schedule.warmup-steps", "0"]
     done = zeropp_train(*arguments, "--optimizer.learning-rate", "1e30", "--logging.tensorboard")
@@ -95,8 +95,8 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> N
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
-def test_a_run_that_a_signal_stops_is_saved_and_exits_as_shells_expect(tmp_path: Path) -> None:
-    """Without torchrun, as with Ctrl-C on a terminal."""
+def test_a_run_that_a_signal_stops_is_saved_and_exits_with_130(tmp_path: Path) -> None:
+    """One rank, without torchrun, and SIGINT, as Ctrl-C on a terminal sends."""
     run = replace(small_run(tmp_path), steps=100_000)
 
     def interrupt() -> None:
@@ -114,7 +114,7 @@ def test_a_run_that_a_signal_stops_is_saved_and_exits_as_shells_expect(tmp_path:
     assert steps_in(tmp_path / "checkpoints")[-1:] == [end.step]
 
 
-def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_created(tmp_path: Path) -> None:
     run = replace(small_run(tmp_path / "data"), folder=tmp_path / "a" / "b", steps=1)
     assert main(["train", *command_line(run)]) == 0
     assert (tmp_path / "a" / "b" / "checkpoints" / "step-00000001").is_dir()

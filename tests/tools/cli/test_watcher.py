@@ -1,4 +1,4 @@
-"""A command's ranks under their watchers."""
+"""Ranks under their watcher processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ exec(sys.argv[1])
 
 
 def watched(code: str) -> subprocess.CompletedProcess[str]:
-    """A rank that runs this code."""
+    """Run `code` as a rank under its watcher."""
     command = [sys.executable, "-c", PROGRAM, code]
     return subprocess.run(
         command, env=os.environ | {"RANK": "3"}, capture_output=True, text=True, timeout=600
@@ -34,7 +34,7 @@ def test_a_rank_ends_with_its_own_code(code: int) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (code, "done\n", "")
 
 
-def test_a_signal_is_named_with_what_to_try() -> None:
+def test_a_signal_is_reported_with_advice() -> None:
     done = watched("os.kill(os.getpid(), 4)")
     assert done.returncode == 128 + 4
     assert "Fatal Python error: Illegal instruction" in done.stderr
@@ -42,9 +42,9 @@ def test_a_signal_is_named_with_what_to_try() -> None:
 
 
 def test_a_launcher_that_stops_the_watcher_stops_the_rank(tmp_path: Path) -> None:
-    """By SIGTERM, which the rank gets, and by SIGKILL, which takes the rank down as well."""
+    """SIGTERM goes on to the rank. SIGKILL of the watcher kills the rank, too."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        read, write = os.pipe()  # the rank holds the other end as long as it lives
+        read, write = os.pipe()  # the rank holds the write end while it lives
         code = "print('up', flush=True); time.sleep(600)"
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, code],

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import HANG_SECONDS, Ranks
-from tests.tools.doctor.visits import run
+from tests.tools.doctor.check_job import run
 from zeropp.comm import wire
 from zeropp.tools.doctor import collectives
-from zeropp.tools.doctor.check import Check, Settings
+from zeropp.tools.doctor.check import Check, DoctorSettings
 from zeropp.topology import Hop
 
 
-def checks(settings: Settings) -> Iterator[Check]:
+def checks(settings: DoctorSettings) -> Iterator[Check]:
     return collectives.checks()
 
 
@@ -29,7 +29,7 @@ def test_two_nodes_of_two_ranks(ranks: Ranks) -> None:
     assert list(found) == ["hop in-node", "hop across", "hop flat", "both directions at once", "sums"]
 
 
-def test_one_node_says_that_no_hop_across_was_tried(ranks: Ranks) -> None:
+def test_one_node_skips_the_hop_across(ranks: Ranks) -> None:
     found, *_ = run(ranks, checks, node_size=3, world=3)
     assert {name: result.state for name, result in found.items() if result.state != "ok"} == {
         "hop across": "not run"
@@ -38,7 +38,7 @@ def test_one_node_says_that_no_hop_across_was_tried(ranks: Ranks) -> None:
 
 
 def forgets_to_wait() -> AbstractContextManager[object]:
-    """Messages go on by themselves, and nobody waits for them."""
+    """Messages are sent, and no rank waits for them."""
     forgotten: list[dist.Work] = []
     return patch.object(Hop, "wait_for", lambda hop, message: forgotten.append(message))
 
@@ -48,11 +48,11 @@ def test_a_hop_that_drops_a_wait_is_named(ranks: Ranks, name: str) -> None:
     everyone = (0, 1, 2, 3)
     found, *_ = run(ranks, checks, forgets_to_wait, everyone, names=(name,))
     assert found[name].state == "fault"
-    assert "when the hop said it was done: a missing wait" in found[name].saw
+    assert "when the hop returned: a missing wait" in found[name].saw
 
 
 def swaps_two_ranks() -> AbstractContextManager[object]:
-    """What two peers send goes into each other's place."""
+    """Data of two peers is swapped on arrival."""
     right = wire._swap
 
     def wrong(group: Any, messages: dict[int, tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
@@ -65,12 +65,12 @@ def swaps_two_ranks() -> AbstractContextManager[object]:
 def test_a_hop_that_swaps_two_ranks_is_named(ranks: Ranks) -> None:
     found, *_ = run(ranks, checks, swaps_two_ranks, (3,), 4, ("hop in-node",))
     assert found["hop in-node"].state == "fault"
-    says = "rank 3: all_gather in-node, round 0: in the place of rank 0 is what rank 1 sent"
-    assert says in found["hop in-node"].saw
+    message = "rank 3: all_gather in-node, round 0: data of rank 1 instead of data of rank 0"
+    assert message in found["hop in-node"].saw
 
 
 def loses_a_word() -> AbstractContextManager[object]:
-    """The last word of a long message is not what was sent."""
+    """The end of a long message arrives as zeros."""
     right = wire._swap
 
     def wrong(group: Any, messages: dict[int, tuple[Tensor, Tensor]], tag: int) -> list[dist.Work]:
@@ -82,10 +82,10 @@ def loses_a_word() -> AbstractContextManager[object]:
     return patch.object(wire, "_swap", wrong)
 
 
-def test_a_word_that_changes_on_the_way_is_seen(ranks: Ranks) -> None:
+def test_a_wrong_word_is_named(ranks: Ranks) -> None:
     found, *_ = run(ranks, checks, loses_a_word, (1,), names=("hop across",))
-    says = "rank 3: all_gather across, round 1: 21 words are not what was sent, though they begin so"
-    assert says in found["hop across"].saw
+    message = "rank 3: all_gather across, round 1: 21 wrong words after correct headers"
+    assert message in found["hop across"].saw
 
 
 def adds_wrongly() -> AbstractContextManager[object]:
@@ -98,7 +98,7 @@ def adds_wrongly() -> AbstractContextManager[object]:
     return patch.object(dist, "reduce_scatter_single", wrong)
 
 
-def test_a_wrong_sum_is_seen(ranks: Ranks) -> None:
+def test_a_wrong_sum_is_named(ranks: Ranks) -> None:
     found, *_ = run(ranks, checks, adds_wrongly, (2,), names=("sums",))
     assert "rank 2: FSDP2's reduce-scatter, round 0: 1 of 5 sums are wrong" in found["sums"].saw
 
@@ -109,9 +109,11 @@ def test_messages_differ_by_sender_receiver_and_round(ranks: Ranks) -> None:
 
 
 def count_messages() -> int:
-    from zeropp.tools.doctor.check import Visit
+    from zeropp.tools.doctor.check import Session
 
-    here = Visit.begin(Settings(), HANG_SECONDS)
-    message = partial(collectives.Carrier(here, here.topology.flat_hop(), "all_gather")._message, words=9)
+    session = Session.begin(DoctorSettings(), HANG_SECONDS)
+    message = partial(
+        collectives.Carrier(session, session.topology.flat_hop(), "all_gather")._message, words=9
+    )
     tails = [message(s, r, n)[collectives.HEADER :] for s in range(3) for r in range(3) for n in range(3)]
     return len({tuple(tail.tolist()) for tail in torch.stack(tails)})

@@ -54,8 +54,8 @@ def test_four_ranks_measure_every_hop_and_agree(ranks: Ranks) -> None:
     assert min(hardware.link_gbit_s, hardware.in_node_gbyte_s) > 0
 
 
-def test_what_nobody_measured_is_not_written(ranks: Ranks, tmp_path: Path) -> None:
-    """One node has no link to others, and a rank that is alone on its node none inside."""
+def test_links_that_were_not_measured_are_none(ranks: Ranks, tmp_path: Path) -> None:
+    """One node has no link to others, and nodes of one rank have no link inside."""
     (one_node, _), (one_rank, _) = (ranks.run(summary, size, world=2) for size in (2, 1))
     assert {name.split()[1] for name in one_node["hardware"].measured} == {"in-node"}
     assert one_node["one_rank_gbit_s"] is None

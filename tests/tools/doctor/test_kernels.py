@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from tests.ranks import Ranks
-from tests.tools.doctor.visits import run
+from tests.tools.doctor.check_job import run
 from zeropp.quant.cpu import launch as cpu
 from zeropp.quant.formats import BlockFormat
 from zeropp.tools.doctor import kernels
-from zeropp.tools.doctor.check import Check, Settings
+from zeropp.tools.doctor.check import Check, DoctorSettings
 
 
-def checks(settings: Settings) -> Iterator[Check]:
+def checks(settings: DoctorSettings) -> Iterator[Check]:
     return kernels.checks()
 
 
-def test_this_machine_is_fine_and_a_rank_alone_can_tell(ranks: Ranks) -> None:
+def test_one_rank_finds_no_fault_on_this_machine(ranks: Ranks) -> None:
     (found,) = run(ranks, checks, node_size=None, world=1)
     assert {name: found[name].state for name in ("int8", "int4", "NaN and Inf")} == {
         "int8": "ok", "int4": "ok", "NaN and Inf": "ok"
@@ -30,7 +30,7 @@ def test_this_machine_is_fine_and_a_rank_alone_can_tell(ranks: Ranks) -> None:
 
 
 def one_wrong_element() -> AbstractContextManager[object]:
-    """A kernel that writes 7 into one byte, if rows are long and rotated."""
+    """A kernel that writes 7 into one byte of long, rotated rows."""
     right = cpu.encode
 
     def wrong(fmt: BlockFormat, source: Tensor, out: Tensor, *rest: Any) -> None:
@@ -44,15 +44,15 @@ def one_wrong_element() -> AbstractContextManager[object]:
 def test_a_kernel_that_is_wrong_in_one_element_is_named(ranks: Ranks) -> None:
     found, _ = run(ranks, checks, one_wrong_element, (1,), 1, ("int4",), world=2)
     assert found["int4"].state == "fault"
-    says = (
+    message = (
         "rank 1: encode of int4 (float32, rotated), 5 rows of 4097 in blocks of 128: byte 1000 of row 3 is 7"
     )
-    assert f"{says}, expected " in found["int4"].saw
+    assert f"{message}, expected " in found["int4"].saw
     assert "(1 of " in found["int4"].saw
 
 
 def writes_too_far() -> AbstractContextManager[object]:
-    """A kernel that writes one element behind its last row."""
+    """A kernel that writes one element past its last row."""
     right = cpu.decode
 
     def wrong(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: Any = None) -> None:
@@ -66,7 +66,7 @@ def writes_too_far() -> AbstractContextManager[object]:
 def test_a_kernel_that_writes_outside_of_its_rows_is_named(ranks: Ranks) -> None:
     (found,) = run(ranks, checks, writes_too_far, (0,), None, ("int8",), world=1)
     assert "decode of int8 (float32)" in found["int8"].saw
-    assert "outside of its rows, is 5.0, expected 3.0" in found["int8"].saw
+    assert "outside the rows, is 5.0, expected 3.0" in found["int8"].saw
 
 
 def swallows_nan() -> AbstractContextManager[object]:
@@ -81,10 +81,10 @@ def swallows_nan() -> AbstractContextManager[object]:
 def test_a_codec_that_swallows_nan_is_named(ranks: Ranks) -> None:
     (found,) = run(ranks, checks, swallows_nan, (0,), None, ("NaN and Inf",), world=1)
     assert found["NaN and Inf"].state == "fault"
-    assert "int8 (float32): nan at element 135 comes back as 0.0" in found["NaN and Inf"].saw
+    assert "int8 (float32): nan at element 135 decodes to 0.0" in found["NaN and Inf"].saw
 
 
-def test_awkward_rows_have_everything() -> None:
+def test_awkward_rows_have_all_kinds_of_values() -> None:
     for dtype in kernels.DTYPES:
         values = kernels.awkward(5, 4097, dtype)
         tiny = torch.finfo(dtype).smallest_normal

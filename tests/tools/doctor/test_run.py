@@ -5,23 +5,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.ranks import Ranks
-from zeropp.tools.doctor.check import Result, Settings
-from zeropp.tools.doctor.run import Diagnosis, make_visit
+from zeropp.tools.doctor.check import CheckReport, DoctorSettings
+from zeropp.tools.doctor.run import Diagnosis, diagnose
 from zeropp.tools.plan.catalog import find_hardware
 
-RESULT = Result("kernels", "int8", "compares", "ok", "the same", "", 1.0)
+RESULT = CheckReport("kernels", "int8", "compares", "ok", "the same", "", 1.0)
 
 
 def two_parts() -> Diagnosis:
-    said: list[tuple[str, str]] = []
-    diagnosis = make_visit(
-        Settings(node_size=1), ("collectives", "surroundings"), 20.0, lambda *what: said.append(what)
+    progress: list[tuple[str, str]] = []
+    diagnosis = diagnose(
+        DoctorSettings(node_size=1),
+        ("collectives", "surroundings"),
+        20.0,
+        lambda *what: progress.append(what),
     )
-    assert said == [(result.part, result.name) for result in diagnosis.results]
+    assert progress == [(result.part, result.name) for result in diagnosis.results]
     return diagnosis
 
 
-def test_parts_that_were_asked_for_in_their_order(ranks: Ranks) -> None:
+def test_the_selected_parts_run_in_order(ranks: Ranks) -> None:
     first, second = ranks.run(two_parts, world=2)
     assert first.subject == "2 ranks, cpu"
     assert [result.part for result in first.results] == ["surroundings"] * 5 + ["collectives"] * 5
@@ -43,7 +46,7 @@ def test_a_diagnosis_is_saved_with_all_its_numbers(tmp_path: Path) -> None:
     assert saved["advice"] == ["do this"]
 
 
-def test_a_warning_is_no_fault() -> None:
+def test_a_warning_is_not_a_fault() -> None:
     results = [replace(RESULT, state=state) for state in ("ok", "not run", "warning")]
     assert Diagnosis("", results, [], [], None).is_healthy
     assert not Diagnosis("", [*results, replace(RESULT, state="fault")], [], [], None).is_healthy

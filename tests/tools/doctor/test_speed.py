@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from tests.ranks import HANG_SECONDS, Ranks
 from zeropp.tools.doctor import speed
-from zeropp.tools.doctor.check import Settings, StepTime, Visit, examine
+from zeropp.tools.doctor.check import DoctorSettings, Session, StepTime, run_checks
 from zeropp.tools.doctor.hardware import Size
 from zeropp.tools.doctor.speed import advise
 from zeropp.tools.plan.catalog import find_hardware
@@ -18,16 +18,16 @@ PRESETS = ("Config.off()", "Config.wire16()", "Config.paper()", "Config()", "Con
 
 
 def measured() -> dict[str, Any]:
-    """The speed part, as small as it can be."""
-    settings = Settings(2, "tiny", micro_batch=1, micro_batches=2, sequence=8, rounds=1)
-    visit = Visit.begin(settings, HANG_SECONDS)
+    """Run the speed part, as small as possible."""
+    settings = DoctorSettings(2, "tiny", micro_batch=1, micro_batches=2, sequence=8, rounds=1)
+    session = Session.begin(settings, HANG_SECONDS)
     with (
         patch.object(speed, "Size", partial(Size, wire_bytes=(1 << 12, 1 << 14), repeats=1)),
         patch.dict(speed.WIDTHS, cpu=64),
         patch.multiple(speed, WARM_UP=1, STEPS=1),
     ):
-        results = examine(speed.checks(), visit)
-    return {"results": results, "steps": visit.steps, "advice": visit.advice}
+        results = run_checks(speed.checks(), session)
+    return {"results": results, "steps": session.steps, "advice": session.advice}
 
 
 def test_every_way_to_train_is_measured_and_counted(ranks: Ranks) -> None:
@@ -40,7 +40,7 @@ def test_every_way_to_train_is_measured_and_counted(ranks: Ranks) -> None:
     assert list(steps) == [*plain, *PRESETS, COMPUTE.title]
     assert all(step.milliseconds > 0 for step in steps.values())
     assert steps[plain[0]].speedup == 1.0
-    # bytes of a node: gradients wait for the last micro-batch, weights of a flat route do not
+    # Bytes of a node. Only gradients wait for the last micro-batch; a flat route has no node shard.
     parameters = 1_866_624
     assert steps[plain[1]].across_bytes == steps["Config.off()"].across_bytes
     assert 0 < steps["Config.four_bit()"].across_bytes < steps["Config()"].across_bytes < 1.0 * parameters
@@ -51,7 +51,7 @@ def test_every_way_to_train_is_measured_and_counted(ranks: Ranks) -> None:
     assert "to others, one rank alone" in first["results"][0].saw
 
 
-def test_costs_of_what_the_ledger_counts() -> None:
+def test_costs_of_the_ledgers_rows() -> None:
     names = ("all_gather in-node", "all_gather in-node plain", "all_to_all in-node", "reduce_scatter in-node")
     costs = {name: Cost(float(place), 1.0) for place, name in enumerate(names)}
     one_node = replace(find_hardware("a100-100g"), measured=costs)
@@ -67,7 +67,7 @@ def test_costs_of_what_the_ledger_counts() -> None:
 
 
 def steps_of(**milliseconds: float) -> list[StepTime]:
-    """Made-up times: of plain FSDP2, compute alone, and presets; those that are not named take 1000 ms."""
+    """Return made-up times of plain FSDP2, compute alone and presets. The default is 1000 ms."""
     names = {
         "plain": "FSDP2 as it comes",
         "compute": COMPUTE.title,
@@ -85,27 +85,27 @@ def steps_of(**milliseconds: float) -> list[StepTime]:
 
 def test_advice_names_the_fastest_how_much_and_why() -> None:
     (sentence,) = advise(steps_of(plain=100, off=102, compute=40, default=50, four_bit=80))
-    assert "Use zeropp.Config(), 2.00x as fast as plain FSDP2, step for step (50 ms and 100 ms" in sentence
+    assert "Use zeropp.Config(), 2.00x as fast as plain FSDP2 (median steps 50 ms and 100 ms)" in sentence
     assert "60% of plain FSDP2's step is not compute" in sentence
-    assert "of what that sends across nodes 10% is left" in sentence
+    assert "zeropp sends 10% of its cross-node bytes" in sentence
     assert "differ by 2%" in sentence
 
 
-def test_what_is_as_fast_as_the_default_does_not_replace_it() -> None:
+def test_an_equally_fast_preset_does_not_replace_the_default() -> None:
     (sentence,) = advise(steps_of(plain=100, off=100, compute=40, default=50, four_bit=49, paper=49.5))
     assert "Use zeropp.Config()," in sentence
     (sentence,) = advise(steps_of(plain=100, off=100, compute=40, default=50, four_bit=45))
     assert "Use zeropp.Config.four_bit()," in sentence
 
 
-def test_plain_fsdp2_is_advised_where_it_is_as_good() -> None:
+def test_plain_fsdp2_is_recommended_if_zeropp_is_not_faster() -> None:
     (sentence,) = advise(steps_of(plain=100, off=100, compute=95, default=98))
-    assert "Plain FSDP2 is as good here: zeropp.Config() is 1.02x as fast" in sentence
+    assert "Use plain FSDP2: zeropp.Config() is 1.02x as fast" in sentence
 
 
-def test_noise_is_no_gain() -> None:
-    """Plain FSDP2 took 100 ms and 120 ms: 90 ms may be the same."""
+def test_noise_is_not_a_speedup() -> None:
+    """Plain FSDP2 takes 100 ms and 120 ms, so 90 ms is not faster."""
     (sentence,) = advise(steps_of(plain=100, off=120, compute=80, default=90))
-    assert "Plain FSDP2 is as good here" in sentence
+    assert "Use plain FSDP2" in sentence
     (sentence,) = advise(steps_of(plain=100, off=104, compute=80, default=90))
     assert "Use zeropp.Config()," in sentence

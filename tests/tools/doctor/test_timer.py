@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks
-from zeropp.tools.doctor import timer as meter
-from zeropp.tools.doctor.timer import Meter
+from zeropp.tools.doctor import timer
+from zeropp.tools.doctor.timer import Timer
 
 
 class Clock:
-    """A clock that stands still outside of `sleep`. The load of the machine does not move it."""
+    """A clock that only `sleep` advances, whatever the load of the machine."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,7 +23,7 @@ class Clock:
 
 
 def times() -> tuple[float, float, float, int]:
-    """Rank 1 is slow; and how often something was called."""
+    """Return the times of a call that is slow on rank 1, a mean, and the number of calls."""
     calls: list[int] = []
     clock = Clock()
 
@@ -31,8 +31,8 @@ def times() -> tuple[float, float, float, int]:
         calls.append(1)
         clock.sleep(0.05 * dist.get_rank())
 
-    with patch.object(meter, "time", SimpleNamespace(perf_counter=lambda: clock.now)):
-        on_cpu = Meter(torch.device("cpu"), repeats=3)
+    with patch.object(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now)):
+        on_cpu = Timer(torch.device("cpu"), repeats=3)
         together = on_cpu.seconds(run, round_seconds=0.22)
         alone = on_cpu.seconds_alone(run, calls=2)
     return together, alone, on_cpu.mean(float(dist.get_rank())), len(calls)
@@ -55,8 +55,8 @@ def slow_in_turns() -> float:
         calls.append(1)
         clock.sleep(0.05 * (len(calls) % 3 == dist.get_rank()))
 
-    with patch.object(meter, "time", SimpleNamespace(perf_counter=lambda: clock.now)):
-        return Meter(torch.device("cpu"), repeats=3).seconds(run)
+    with patch.object(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now)):
+        return Timer(torch.device("cpu"), repeats=3).seconds(run)
 
 
 def test_in_every_round_the_slowest_rank_decides(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Every page in a real browser: what it shows, at two widths, in light and dark, and what it complains of."""
+"""Every page in a real browser: its contents at two widths, in light and dark, and the console."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Opened(NamedTuple):
     light: dict[str, Any]
     dark: dict[str, Any]
     console: list[str]
-    """All but the wrong page's."""
+    """Messages of all pages but the wrong one."""
     complaints: list[str]
-    """The wrong page's."""
+    """Messages of the wrong page."""
     numbers: dict[str, Any]
-    """What the pages were made from, as JSON."""
+    """Numbers of the pages, as JSON."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     return Opened(light, wrong, console, complaints, numbers)
 
 
-def test_no_page_complains(opened: Opened) -> None:
+def test_no_page_logs_an_error(opened: Opened) -> None:
     assert opened.console == []
     assert [line for line in opened.complaints if "wrong.html" not in line] == []
 
@@ -97,8 +97,8 @@ def test_words_then_a_picture_then_a_table(opened: Opened, name: str) -> None:
     assert opened.dark[name]["1280"]["background"] == "rgb(20, 23, 28)"
 
 
-def test_what_is_wrong_is_found(opened: Opened) -> None:
-    """Else the tests above could not fail."""
+def test_errors_of_a_wrong_page_are_found(opened: Opened) -> None:
+    """This page shows that the other tests can fail."""
     narrow = opened.dark["wrong"]["390"]
     assert narrow["overflow"] > 1000
     assert narrow["clipped"] == ["clipped here"]
@@ -112,7 +112,7 @@ def widths(bars: list[list[Any]]) -> list[float]:
 
 
 def in_proportion(shown: list[float], values: list[float]) -> None:
-    """A pixel is what a browser can be off by."""
+    """Assert that widths are proportional to values, within a pixel."""
     assert shown == pytest.approx([max(shown) * value / max(values) for value in values], abs=1.0)
 
 
@@ -151,7 +151,7 @@ def test_plan_shows_the_numbers_of_its_json(opened: Opened) -> None:
 
 
 def test_timelines_have_the_lengths_of_their_operations(opened: Opened) -> None:
-    """What is drawn, and what its tip says, is how long an operation takes, not when it ends."""
+    """The bar and its tip show the duration of an operation, not its end."""
     plan = sample_plan()
     plain = next(planned for planned in plan.strategies if planned.strategy.name == "fsdp2")
     ops = [op for op in plain.timeline.ops if op.kind == "compute" and op.phase != "optimizer"]

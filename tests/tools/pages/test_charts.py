@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropp.tools.pages import Bar, Line, Part, Phase, Span, Step, bars, lines, timelines
-from zeropp.tools.pages.charts import MAX_POINTS, ROW_LETTERS, fitting, merged, nice_ticks
+from zeropp.tools.pages import Bar, BarPart, Line, Phase, Span, Step, bars, lines, timelines
+from zeropp.tools.pages.charts import MAX_POINTS, ROW_LETTERS, merged, nice_ticks, shorten_label
 
 POSITIVE = st.floats(1e-6, 1e12)
 
@@ -20,22 +20,22 @@ def percents(name: str, body: str) -> list[float]:
 
 @given(st.lists(POSITIVE, min_size=1, max_size=9))
 def test_bars_are_as_long_as_their_values(values: list[float]) -> None:
-    rows = [Bar(str(number), "", (Part(value, "red", ""),)) for number, value in enumerate(values)]
+    rows = [Bar(str(number), "", (BarPart(value, "red", ""),)) for number, value in enumerate(values)]
     widths = percents("width", bars("", rows, "ms").body)
     assert len(widths) == len(values)
     assert widths == pytest.approx([99 * value / max(values) for value in values], abs=1e-3)
 
 
 def test_parts_follow_each_other_and_marks_are_on_the_same_scale() -> None:
-    rows = [Bar("a", "", (Part(1.0, "red", ""), Part(2.0, "blue", "")), mark=4.0)]
+    rows = [Bar("a", "", (BarPart(1.0, "red", ""), BarPart(2.0, "blue", "")), mark=4.0)]
     body = bars("", rows, "ms").body
     assert percents("width", body) == [24.75, 49.5]
     assert re.findall(r'<rect class="bar" x="([\d.]+)%"', body) == ["0", "24.75"]
     assert 'class="mark" x1="99%"' in body
 
 
-def test_nothing_was_measured() -> None:
-    assert percents("width", bars("", [Bar("a", "0", (Part(0.0, "red", ""),))], "ms").body) == [0.0]
+def test_a_value_of_zero_has_no_bar() -> None:
+    assert percents("width", bars("", [Bar("a", "0", (BarPart(0.0, "red", ""),))], "ms").body) == [0.0]
 
 
 @given(POSITIVE, st.floats(0, 0.999))
@@ -55,7 +55,7 @@ def test_lines_go_from_the_first_point_to_the_last() -> None:
     assert "a: 3 at 10" in body
 
 
-def test_a_long_line_is_shown_by_means_and_says_so() -> None:
+def test_a_long_line_shows_means_with_a_note() -> None:
     points = [(float(step), float(step % 2)) for step in range(1, 1001)]
     chart = lines("", [Line("a", "red", points)], "step", "loss")
     assert chart.body.count("<circle") <= MAX_POINTS
@@ -64,7 +64,7 @@ def test_a_long_line_is_shown_by_means_and_says_so() -> None:
     assert lines("", [Line("a", "red", points[:9])], "step", "loss").note == ""
 
 
-def test_what_is_not_finite_is_left_out() -> None:
+def test_values_that_are_not_finite_are_omitted() -> None:
     body = lines("", [Line("a", "red", [(1.0, 5.0), (2.0, math.nan), (3.0, 4.0)])], "step", "loss").body
     assert body.count("<circle") == 2
     assert "nan" not in body
@@ -88,7 +88,7 @@ SHORT = st.tuples(st.floats(0, 0.01), st.floats(0, 0.01), st.sampled_from(["code
 
 
 @given(st.lists(SHORT, max_size=60))
-def test_merged_bars_cover_what_was_there(pieces: list[tuple[float, float, str]]) -> None:
+def test_merged_bars_cover_all_spans(pieces: list[tuple[float, float, str]]) -> None:
     at, spans = 0.0, []
     for gap, length, kind in pieces:
         spans.append(Span("a", kind, at + gap, at + gap + length, "op"))
@@ -102,7 +102,7 @@ def test_merged_bars_cover_what_was_there(pieces: list[tuple[float, float, str]]
 
 
 @given(st.text("abc", max_size=90), st.text("123", max_size=20))
-def test_labels_and_values_have_room(label: str, text: str) -> None:
-    shown = fitting(Bar(label, text, ()))
+def test_labels_and_values_fit_in_a_row(label: str, text: str) -> None:
+    shown = shorten_label(Bar(label, text, ()))
     assert len(shown) + len(text) <= ROW_LETTERS
     assert shown == label or ("…" in shown and label.startswith(shown.split("…")[0]))

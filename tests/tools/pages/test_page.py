@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 
-from zeropp.tools.pages import Bar, Part, bars, figure, figures, page, table
+from zeropp.tools.pages import Bar, BarPart, bars, figure, figures, page, table
 
 
 def test_text_is_escaped() -> None:
@@ -10,7 +10,7 @@ def test_text_is_escaped() -> None:
     assert "<title>a &lt;b&gt;: c &amp; d</title>" in html
     assert "<h1>c &amp; d</h1>" in html
     assert "<td>1 &lt; 2</td>" in table([["x"], ["1 < 2"]])
-    assert "&lt;i&gt;" in figure(bars("<i>", [Bar("<b>", "1 < 2", (Part(1.0, "red", '"'),))], "ms"))
+    assert "&lt;i&gt;" in figure(bars("<i>", [Bar("<b>", "1 < 2", (BarPart(1.0, "red", '"'),))], "ms"))
 
 
 def test_a_line_has_the_class_of_its_first_cell() -> None:

@@ -13,7 +13,7 @@ PAPERS = re.findall(r"--paper: (#\w+);", COLORS)
 
 
 def luminance(color: str) -> float:
-    """As WCAG 2 defines it."""
+    """Relative luminance of WCAG 2."""
     digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
     parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
     red, green, blue = (
@@ -27,14 +27,14 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_every_strategy_has_a_color_of_its_own() -> None:
+def test_every_strategy_has_its_own_color() -> None:
     names = {strategy.name for strategy in (*STRATEGIES, *COMPARED)}
     assert names == set(STRATEGY_COLORS)
     assert len({*STRATEGY_COLORS.values(), *OTHERS}) == len(STRATEGY_COLORS) + len(OTHERS)
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_colors_are_seen_in_light_and_dark(paper: str) -> None:
+def test_colors_have_contrast_in_light_and_dark(paper: str) -> None:
     assert len(PAPERS) == 2
     colors = [*STRATEGY_COLORS.values(), *OTHERS, *WORK_COLORS.values(), *PART_COLORS.values()]
     assert [color for color in colors if contrast(color, paper) < 2.4] == []

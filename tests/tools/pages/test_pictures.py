@@ -1,4 +1,4 @@
-"""The pictures in docs/pictures are what benchmarks/pictures.py draws from docs/data."""
+"""The files in docs/pictures equal the output of benchmarks/pictures.py."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def drawn() -> dict[str, str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_is_up_to_date(drawn: dict[str, str], name: str) -> None:
     assert (DOCS / "pictures" / name).read_text() == drawn[name], "run python benchmarks/pictures.py"
-    ElementTree.fromstring(drawn[name])  # a browser would show half of what is no XML
+    ElementTree.fromstring(drawn[name])  # browsers show invalid XML in part
     assert len(drawn) == len(NAMES)
 
 
-def test_pictures_say_what_was_measured(drawn: dict[str, str]) -> None:
+def test_pictures_show_the_measured_numbers(drawn: dict[str, str]) -> None:
     plain, ours = json.loads((DOCS / "data" / "steps.json").read_text())
     across = [sum(row[-1] for row in step["sent"]) for step in (plain, ours)]
     assert f"{across[0] / across[1]:.1f}x fewer bytes" in drawn["two-hops.svg"]

@@ -1,4 +1,4 @@
-"""`ZeroPP.report`, on real ranks."""
+"""The page of `ZeroPP.report`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeropp.topology import Topology
 
 
 def sample_ledger() -> Ledger:
-    """Two units whose weights and gradients went over both hops."""
+    """Return a ledger of two units with weights and gradients on both hops."""
     ledger = Ledger()
     for unit in ("(root)", "blocks.0"):
         for collective, across in (("all_gather", 50_000), ("reduce_scatter", 25_000)):
@@ -44,13 +44,13 @@ def test_the_result_in_words() -> None:
     assert headline(more).startswith("2x more bytes across nodes")
 
 
-def test_links_carry_what_the_ledger_has() -> None:
+def test_links_carry_the_bytes_of_the_ledger() -> None:
     assert carried(sample_ledger(), across=True) == ("weights 100 kB, gradients 50 kB", 150_000)
     assert carried(sample_ledger(), across=False) == ("weights 200 kB, gradients 200 kB", 400_000)
     assert total_lines(sample_ledger())[-1] == ["all", "150,000", "1,200,000", "8.00x"]
 
 
-def test_a_model_that_was_left_alone_has_a_page() -> None:
+def test_a_model_without_compressed_units_has_a_page() -> None:
     html = render_traffic(Ledger(), [None], [{"unit": "(root)", "notes": "left alone: why"}], 3)
     assert "Nothing was sent yet" in html
     assert "left alone: why" in html

@@ -7,7 +7,7 @@ from zeropp.tools.report import render_bench
 from zeropp.tools.report.bench_page import headline
 
 
-def test_the_report_is_one_file_that_loads_nothing() -> None:
+def test_the_report_is_self_contained() -> None:
     page = render_bench(sample_results())
     assert page.startswith("<!doctype html>")
     assert not re.findall(r"\bsrc=|\bhref=", page)
@@ -18,7 +18,7 @@ def test_the_report_is_one_file_that_loads_nothing() -> None:
     assert len(page) < 100_000
 
 
-def test_the_report_says_what_the_tables_say() -> None:
+def test_the_report_has_the_text_of_the_tables() -> None:
     page = render_bench(sample_results())
     assert "80mbit" in page
     assert "200 ± 20 *" in page
@@ -35,4 +35,4 @@ def test_the_result_in_words() -> None:
     results.losses["default"][-1] = 2.5
     assert "across nodes, loss +0.5000; HSDP" in headline(results)
     results.cells = [cell for cell in results.cells if cell.strategy != "default"]
-    assert "our default or the baseline was not run" in headline(results)
+    assert "the default or the baseline was not run" in headline(results)

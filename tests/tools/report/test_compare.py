@@ -1,4 +1,4 @@
-"""Runs side by side."""
+"""Comparison of training runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_run(
     ranks: int = 4,
     nodes: int = NODES,
 ) -> Path:
-    """Twenty steps from loss 5 to 2."""
+    """Write a run of twenty steps, from loss 5 to 2."""
     folder.mkdir()
     file = MetricsFile(folder)
     sends = config if isinstance(config, str) else asdict(config)
@@ -44,7 +44,7 @@ def write_run(
     return folder
 
 
-def test_every_run_is_held_against_the_first(tmp_path: Path) -> None:
+def test_every_run_is_compared_to_the_first(tmp_path: Path) -> None:
     runs = read_runs([write_run(tmp_path / "plain", 16.0, 2.0), write_run(tmp_path / "ours", 0.8, 1.98)])
     header, plain, ours = compare_lines(runs)
     assert header == list(COLUMNS)
@@ -56,17 +56,17 @@ def test_every_run_is_held_against_the_first(tmp_path: Path) -> None:
     assert (plain[4], plain[7]) == ("-", "-")
 
 
-def test_runs_that_differ_in_more_than_what_they_send_say_so(tmp_path: Path) -> None:
+def test_other_differences_than_the_config_are_named(tmp_path: Path) -> None:
     first, same = (write_run(tmp_path / name, 16.0, 2.0) for name in ("first", "same"))
     other = write_run(tmp_path / "other", 16.0, 2.0, ranks=2, nodes=1)
     assert differences(read_runs([first, same])) == []
     runs = read_runs([first, other])
     assert differences(runs) == [
-        "not the same in all runs: ranks (first 4, other 2)",
-        "not the same in all runs: nodes (first 2, other 1)",
+        "the runs differ in ranks: first 4, other 2",
+        "the runs differ in nodes: first 2, other 1",
     ]
     page = render_compare(runs)
-    assert "not the same in all runs: ranks (first 4, other 2)" in page
+    assert "the runs differ in ranks: first 4, other 2" in page
     assert "2 ranks on 1 node," in page
 
 

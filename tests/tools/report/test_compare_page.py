@@ -11,7 +11,7 @@ from zeropp.tools.report.compare import read_runs
 from zeropp.tools.report.compare_page import COMPILER, headline, render_compare, strategy_of
 
 
-def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
     page = render_compare(read_runs([write_run(tmp_path / "a<b", 1.0, 2.0)]))
     assert "src=" not in page
     assert "a&lt;b" in page
@@ -49,7 +49,7 @@ def test_the_result_in_words(tmp_path: Path) -> None:
     assert headline(runs) == "larger: 2x more bytes across nodes than plain, same loss (+0.05%)"
 
 
-def test_the_compilers_memory_is_explained_where_it_is(tmp_path: Path) -> None:
+def test_the_compilers_memory_is_explained(tmp_path: Path) -> None:
     plain = write_run(tmp_path / "plain", 16.0, 2.0, Config.off())
     ours = write_run(tmp_path / "ours", 0.8, 2.0, Config())
     assert COMPILER in render_compare(read_runs([plain, ours]))

@@ -3,21 +3,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeropp.comm.ledger import render
-from zeropp.tools.doctor.check import Result, StepTime
+from zeropp.tools.doctor.check import CheckReport, StepTime
 from zeropp.tools.doctor.run import Diagnosis
 from zeropp.tools.plan.catalog import find_hardware
 from zeropp.tools.plan.hardware import Cost
 from zeropp.tools.report.doctor import doctor_tables, render_doctor, verdict
 
-GOOD = Result("kernels", "int8", "compares <all>", "ok", "448 are the same [bit for bit]", "", 1.25)
-BAD = Result("collectives", "hop across", "sends", "fault", "rank 1: nothing", "do not train", 2.0)
+GOOD = CheckReport("kernels", "int8", "compares <all>", "ok", "448 are the same [bit for bit]", "", 1.25)
+BAD = CheckReport("collectives", "hop across", "sends", "fault", "rank 1: nothing", "do not train", 2.0)
 STEP = StepTime("Config()", 1234.5, 1.5, 2_000_000.0, 0.25)
 PLAIN = StepTime("FSDP2 as it comes", 1851.7, 1.0, 9_000_000.0, 0.1)
 HARDWARE = replace(find_hardware("a100-100g"), measured={"all_gather across": Cost(12.0, 0.5)})
 DIAGNOSIS = Diagnosis("4 ranks, cpu", [GOOD, BAD], [PLAIN, STEP], ["Use zeropp.Config()."], HARDWARE)
 
 
-def test_tables_have_every_finding_rate_and_step() -> None:
+def test_tables_have_every_check_rate_and_step() -> None:
     text = " ".join(" ".join(render(table) for table in doctor_tables(DIAGNOSIS)).split())
     for expected in (
         "zeropp doctor: 4 ranks, cpu",
@@ -36,10 +36,10 @@ def test_without_speed_there_is_one_table() -> None:
 
 def test_the_verdict_names_faults() -> None:
     assert verdict(DIAGNOSIS) == "1 of 2 checks found a fault: collectives: hop across"
-    assert verdict(replace(DIAGNOSIS, results=[GOOD, GOOD])) == "nothing is wrong: 2 ok"
+    assert verdict(replace(DIAGNOSIS, results=[GOOD, GOOD])) == "no faults: 2 ok"
 
 
-def test_the_page_has_it_all() -> None:
+def test_the_page_has_every_part() -> None:
     text = render_doctor(DIAGNOSIS)
     assert text.startswith("<!doctype html>")
     for expected in (

@@ -7,7 +7,7 @@ from tests.tools.report.test_plan import sample_plan
 from zeropp.tools.report.plan_page import headline, render_plan, timeline_chart
 
 
-def test_the_report_is_one_file_with_the_advice_and_the_pictures() -> None:
+def test_the_report_is_self_contained() -> None:
     html = render_plan(sample_plan())
     assert not re.findall(r"\bsrc=|\bhref=", html)
     assert "Use zeropp&#x27;s default" in html

@@ -1,4 +1,4 @@
-"""`zeropp doctor`: whether zeropp is right on this cluster, and whether it helps."""
+"""`zeropp doctor`: check that zeropp is correct on this cluster, and measure whether it is faster."""
 
 from __future__ import annotations
 
@@ -13,54 +13,50 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from ..atomic_files import check_file, write_file
-from ..doctor.check import PARTS, Part, Settings
-from ..doctor.run import Diagnosis, make_visit
+from ..atomic_files import write_file
+from ..doctor.check import PARTS, DoctorSettings, Part
+from ..doctor.run import Diagnosis, diagnose
 from ..report.doctor import EXPLANATION, doctor_tables, render_doctor, verdict
 from ..train.world import join_world
-from .lab_bench import FILE_WIDTH
 from .options import read_options
+from .output import check_files, print_sentences, table_console
 
 
 @dataclass(frozen=True)
 class Options:
-    """Prove zeropp on the cluster at hand: kernels, collectives, training, and then speed, in two minutes.
+    """Check zeropp on this cluster: kernels, collectives and training, then measure speed, in two minutes.
 
-    Start it with torchrun on all nodes, as a training run; alone, it says what it could not check. The exit
-    code is 1 if anything is wrong.
+    Start it with torchrun on all nodes, like a training run. A single process skips the checks that need
+    several ranks. The exit code is 1 if a check finds a fault.
 
         torchrun --nnodes 2 --nproc-per-node 8 ... -m zeropp doctor
         zeropp plan --model 18B --nodes 24 --hardware hardware.json
     """
 
-    settings: Annotated[Settings, tyro.conf.arg(name="")] = field(default_factory=Settings)
+    settings: Annotated[DoctorSettings, tyro.conf.arg(name="")] = field(default_factory=DoctorSettings)
     parts: tuple[Part, ...] = PARTS
-    """What to look at."""
+    """Parts to run."""
     timeout_seconds: float = 60.0
-    """After which a rank that waits for another gives up."""
+    """Time limit for a rank that waits for another."""
     hardware: Path = Path("hardware.json")
-    """Where the measured hardware goes, for `zeropp plan --hardware`."""
+    """File for the measured hardware, an input of `zeropp plan --hardware`."""
     json: Path | None = None
-    """Where all findings and numbers go."""
+    """File for all results and numbers."""
     html: Path | None = None
-    """Where the report goes."""
+    """File for the report."""
 
 
 def main(arguments: list[str]) -> int:
     options = read_options(Options, arguments, "doctor")
-    if os.environ.get("RANK", "0") == "0":  # who writes; other nodes need not have these folders
-        for path in (options.hardware, options.json, options.html):
-            if path is not None:
-                check_file(path)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=FILE_WIDTH)
+    if os.environ.get("RANK", "0") == "0":  # rank 0 writes; other nodes may not have these folders
+        check_files(options.hardware, options.json, options.html)
+    console = table_console()
     with (
         join_world(options.timeout_seconds) as world,
         _without_warnings(),
         _progress(console, world.is_first) as on_progress,
     ):
-        diagnosis = make_visit(options.settings, options.parts, options.timeout_seconds, on_progress)
+        diagnosis = diagnose(options.settings, options.parts, options.timeout_seconds, on_progress)
     if world.is_first:
         _show(diagnosis, options, console)
     return 0 if diagnosis.is_healthy else 1
@@ -68,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """The smallest of models keep more than their shards, on every preset: nobody needs to know."""
+    """Hide the warning about zeropp's state, which is larger than the shards of so small a model."""
     logger = logging.getLogger("zeropp")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -80,21 +76,21 @@ def _without_warnings() -> Iterator[None]:
 
 @contextmanager
 def _progress(console: Console, is_first: bool) -> Iterator[Callable[[str, str], None]]:
-    """The first rank says what runs: in one line that changes, or, in a file, once for each part."""
+    """Show progress on the first rank: a status line, or a line per part if there is no terminal."""
     if not is_first:
         yield lambda part, name: None
     elif console.is_terminal:
         with console.status("starting") as status:
             yield lambda part, name: status.update(f"{part}: {name}")
     else:
-        said: set[str] = set()
+        shown: set[str] = set()
 
-        def say(part: str, name: str) -> None:
-            if part not in said:
+        def show(part: str, name: str) -> None:
+            if part not in shown:
                 console.print(f"{part} ...")
-            said.add(part)
+            shown.add(part)
 
-        yield say
+        yield show
 
 
 def _show(diagnosis: Diagnosis, options: Options, console: Console) -> None:
@@ -102,11 +98,10 @@ def _show(diagnosis: Diagnosis, options: Options, console: Console) -> None:
         console.print(table)
     if diagnosis.steps:
         console.print(EXPLANATION, style="dim")
-    for sentence in (verdict(diagnosis), *diagnosis.advice):
-        console.print(f"- {sentence}", markup=False)
+    print_sentences(console, (verdict(diagnosis), *diagnosis.advice))
     if diagnosis.hardware is not None:
         diagnosis.hardware.save(options.hardware)
-        console.print(f"hardware, for zeropp plan: {options.hardware}")
+        console.print(f"hardware for zeropp plan: {options.hardware}")
     if options.json is not None:
         diagnosis.save(options.json)
         console.print(f"numbers: {options.json}")

@@ -1,9 +1,9 @@
-"""Errors as a user sees them: what can be mended by the user is one paragraph, the rest is a traceback.
+"""Error messages of commands: one paragraph for an error that the user can fix, a traceback for any other.
 
-[Note: Who speaks]
-Under torchrun most errors happen on all ranks alike, and one rank is to say so. Before ranks know each other
-it is the first one of each node: a file may be missing on one node only. From then on `World.is_to_tell`
-decides: the first rank, or another one whose error the first does not have.
+[Note: One rank reports]
+Under torchrun most errors occur on all ranks, and one rank prints them. Before the process group exists, the
+first rank of each node prints, because a file can be missing on one node only. Afterwards `World` elects the
+rank: the first one, or another if the first has no error.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from rich.console import Console
 
 from ..lab import JobError, LabError
 
-OF_USERS = (ValueError, OSError, ImportError, FloatingPointError, LabError, JobError)
-"""What commands raise for bad input, files that cannot be read or written, packages that are not installed,
-and runs that diverge. Their messages say what is wrong and what to do."""
+USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError, LabError, JobError)
+"""Errors of commands for invalid input, files that cannot be read or written, packages that are not
+installed, and runs that diverge. Their messages contain the cause and the fix."""
 
 
-def tell(error: Exception) -> None:
-    """Say on standard error why a command has failed, on one rank. [Note: Who speaks]"""
-    if not _is_to_tell():
+def print_error(error: Exception) -> None:
+    """Print the error of a command to standard error, on one rank. [Note: One rank reports]"""
+    if not _prints_errors():
         return
-    if isinstance(error, OF_USERS):
-        _print(f"error: {_text(error)}")
+    if isinstance(error, USER_ERRORS):
+        _print(f"error: {_message(error)}")
     else:
         traceback.print_exception(error)
 
 
-def tell_interrupted() -> None:
+def print_interrupted() -> None:
     if is_first_of_node():
         _print("interrupted")
 
 
 def is_first_of_node() -> bool:
-    """Also of a process that torchrun did not start."""
+    """Return whether this is the first rank of its node, or a process without torchrun."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _is_to_tell() -> bool:
-    distributed = sys.modules.get("torch.distributed")  # not imported for this alone: it takes seconds
+def _prints_errors() -> bool:
+    distributed = sys.modules.get("torch.distributed")  # an import would take seconds
     if distributed is None or not distributed.is_initialized():
         return is_first_of_node()
     from ..train.world import World
@@ -50,7 +50,7 @@ def _is_to_tell() -> bool:
     return World.current().is_to_tell()
 
 
-def _text(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror is not None and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""`zeropp export`: a checkpoint as a Hugging Face folder."""
+"""`zeropp export`: export a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .options import read_options
 
 @dataclass
 class Options:
-    """Write the model of a run of `zeropp train` as config.json and safetensors, for AutoModelForCausalLM."""
+    """Export the model of a `zeropp train` run as config.json and safetensors, for AutoModelForCausalLM."""
 
     run: tyro.conf.Positional[Path]
-    """The folder of a run (its last checkpoint is taken), or of one checkpoint."""
+    """Folder of a run, for its last checkpoint, or of one checkpoint."""
     folder: tyro.conf.Positional[Path]
-    """Where to write; new, or empty."""
+    """Output folder: new, or empty."""
 
 
 def main(arguments: list[str]) -> int:
@@ -29,12 +29,12 @@ def main(arguments: list[str]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     with console.status(f"exporting {checkpoint}"):
         export_checkpoint(checkpoint, options.folder)
-    console.print(f"{checkpoint} is exported to {options.folder}", markup=False)
+    console.print(f"exported {checkpoint} to {options.folder}", markup=False)
     return 0
 
 
 def find_checkpoint(run: Path) -> Path:
-    """The checkpoint itself, or the last one of a run."""
+    """Return the last checkpoint of a run, or `run` itself if it is a checkpoint."""
     steps = steps_in(run / "checkpoints")
     if steps:
         return run / "checkpoints" / f"step-{max(steps):08d}"

@@ -1,4 +1,4 @@
-"""`zeropp lab bench`: step time, bytes, memory and loss of every strategy, on a shaped cluster."""
+"""`zeropp lab bench`: measure step time, bytes, memory and loss of every strategy, with shaped links."""
 
 from __future__ import annotations
 
@@ -16,30 +16,27 @@ from ..bench.run import Settings, run_bench
 from ..report import bench_tables, render_bench
 from ..report.bench_tables import EXPLANATION
 from .options import read_options
-
-FILE_WIDTH = 170  # of tables that go to a file
+from .output import print_sentences, table_console
 
 
 @dataclass
 class Options:
-    """Train the same model in every way a user could pick, and measure each, in one interleaved run.
+    """Train one model with every strategy, in one interleaved run, and measure each.
 
-    Builds a cluster of network namespaces, finds the link rate of the regime, and takes minutes."""
+    This creates a cluster of network namespaces, finds the link rate of the regime, and takes minutes."""
 
     settings: Annotated[Settings, tyro.conf.arg(name="")]
     json: Path = Path("bench.json")
-    """Where the numbers go; also those of a run that is interrupted."""
+    """File for the numbers. An interrupted run writes its numbers too."""
     html: Path = Path("bench.html")
-    """Where the report goes."""
+    """File for the report."""
     show: Path | None = None
-    """Do not measure: show the JSON file of an earlier run, and write its report."""
+    """JSON file of an earlier run. Its report is written, and nothing is measured."""
 
 
 def main(arguments: list[str]) -> int:
     options = read_options(Options, arguments, "lab bench")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=FILE_WIDTH)
+    console = table_console()
     check_file(options.html)
     if options.show is not None:
         results = Results.load(options.show)
@@ -50,21 +47,20 @@ def main(arguments: list[str]) -> int:
     for table in bench_tables(results):
         console.print(table)
     console.print(EXPLANATION, style="dim")
-    for sentence in verdicts(results):
-        console.print(f"- {sentence}", markup=False)
+    print_sentences(console, verdicts(results))
     console.print(f"report: {options.html}" + ("" if options.show else f"; numbers: {options.json}"))
     return 0
 
 
 def _run(settings: Settings, console: Console, path: Path) -> Results:
-    """Run, and save what there is now and then: `--show` works on an interrupted run, too."""
+    """Run the benchmark. It saves the results so far, so that `--show` works after an interruption."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
     with Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=600) as progress:
         task = progress.add_task("starting ranks", total=1.0)
 
-        def show(what: str, done: float) -> None:
+        def show(description: str, done: float) -> None:
             progress.update(task, completed=done)
-            if what:
-                progress.update(task, description=what)
+            if description:
+                progress.update(task, description=description)
 
         return run_bench(settings, show, on_results=lambda results: results.save(path))

@@ -1,4 +1,4 @@
-"""`zeropp lab clean`: remove what killed labs left."""
+"""`zeropp lab clean`: remove the processes and networks of killed labs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .options import read_options
 
 @dataclass
 class Options:
-    """End the processes of labs whose owner was killed; the kernel then removes their network.
+    """End the processes of labs whose owner was killed. The kernel then removes their networks.
 
-    Labs that are still in use are not touched."""
+    Labs in use are unaffected."""
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`zeropp lab run`: a torchrun script on a cluster of network namespaces."""
+"""`zeropp lab run`: run a torchrun script on a cluster of network namespaces."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 @dataclass
 class Options:
-    """Run a torchrun script on several nodes that are network namespaces of this machine, with shaped links.
+    """Run a torchrun script on nodes that are network namespaces of this machine, with shaped links.
 
-    The script and its arguments come after `--`:
+    The script and its arguments follow `--`:
 
         zeropp lab run --nodes 2 --ranks-per-node 2 --link 1gbit -- train.py --steps 10
     """
@@ -31,22 +31,22 @@ class Options:
     link: str = "1gbit"
     """Rate of each node's link, in both directions: 300mbit, 1gbit, ..., or unlimited."""
     delay: str = "0ms"
-    """Time that a message takes from one node to another, one way."""
+    """One-way delay between nodes."""
     loss: str = "0%"
-    """How many of the packets between nodes are lost."""
+    """Share of lost packets between nodes."""
     at: tuple[str, ...] = ()
-    """Changes while it runs: "5s node1 down" "7s node1 up" "10s all link=100mbit delay=5ms loss=1%"."""
+    """Changes during the run: "5s node1 down" "7s node1 up" "10s all link=100mbit delay=5ms loss=1%"."""
     logs: Path | None = None
-    """A folder for the output of each rank, as rank-0.log and so on."""
+    """Folder for the output of each rank: rank-0.log and so on."""
     timeout: float | None = None
-    """Stop the job after so many seconds."""
+    """Time limit of the job, in seconds."""
 
 
 def main(arguments: list[str]) -> int:
     ours, program = _split(arguments)
     options = read_options(Options, ours, "lab run")
     if not program:
-        raise ValueError("there is no script to run; expected it after `--`: zeropp lab run -- train.py ...")
+        raise ValueError("no script is given; expected one after `--`: zeropp lab run -- train.py ...")
     changes = [Change.parse(text) for text in options.at]
     if options.logs is not None:
         make_folder(options.logs)
@@ -55,15 +55,15 @@ def main(arguments: list[str]) -> int:
         schedule = Schedule(cluster, changes, lambda change: console.print(f"[bold]{change}[/]"))
         before = cluster.counters()
         job = cluster.start(
-            program, on_line=lambda who, line: _print_line(console, who, line), log_folder=options.logs
+            program, on_line=lambda source, line: _print_line(console, source, line), log_folder=options.logs
         )
         schedule.start()
         try:
             result = _wait(console, cluster, job, options.timeout)
         finally:
             schedule.stop()
-        moved = [now.since(then) for now, then in zip(cluster.counters(), before, strict=True)]
-        _show(console, cluster, result, moved)
+        traffic = [now.since(then) for now, then in zip(cluster.counters(), before, strict=True)]
+        _show(console, cluster, result, traffic)
     return 0 if result.succeeded else 1
 
 
@@ -74,15 +74,16 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at + 1 :]
 
 
-def _print_line(console: Console, who: str, line: str) -> None:
-    number = int(who.split()[1])
-    style = COLORS[number % len(COLORS)] if who.startswith("rank") else "dim"
-    console.print(f"[{style}]{who:>7} |[/] ", end="")
+def _print_line(console: Console, source: str, line: str) -> None:
+    """Print a line of output from `source`: "rank 3" or "node 0"."""
+    number = int(source.split()[1])
+    style = COLORS[number % len(COLORS)] if source.startswith("rank") else "dim"
+    console.print(f"[{style}]{source:>7} |[/] ", end="")
     console.print(line, markup=False)
 
 
 def _wait(console: Console, cluster: Cluster, job: Job, timeout_seconds: float | None) -> JobResult:
-    """Wait for the job; on a terminal, show what the links carry meanwhile."""
+    """Wait for the job. On a terminal, show the traffic of the links every second."""
     before, started = cluster.counters(), time.monotonic()
     with console.status("starting ranks") as status:
 
@@ -99,11 +100,11 @@ def _wait(console: Console, cluster: Cluster, job: Job, timeout_seconds: float |
         return job.wait(timeout_seconds, each_second=show_links)
 
 
-def _show(console: Console, cluster: Cluster, result: JobResult, moved: list[LinkCounters]) -> None:
+def _show(console: Console, cluster: Cluster, result: JobResult, traffic: list[LinkCounters]) -> None:
     links = Table(title=f"bytes per link, {result.seconds:.1f} s")
     for column in ("node", "link", "sent", "received", "packets sent", "packets received"):
         links.add_column(column, justify="left" if column == "link" else "right")
-    for node, (link, counters) in enumerate(zip(cluster.links, moved, strict=True)):
+    for node, (link, counters) in enumerate(zip(cluster.links, traffic, strict=True)):
         properties = ", ".join((link.link, link.delay, link.loss))
         numbers = (counters.tx_bytes, counters.rx_bytes, counters.tx_packets, counters.rx_packets)
         links.add_row(str(node), properties, *(f"{number:,}" for number in numbers))

@@ -1,4 +1,4 @@
-"""`zeropp plan`: bytes, memory and time of a training step on a cluster that need not exist yet."""
+"""`zeropp plan`: predict bytes, memory and time of a training step on a described cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from ..atomic_files import check_file, write_file
+from ..atomic_files import write_file
 from ..plan.catalog import find_hardware
 from ..plan.chrome import write_chrome_trace
 from ..plan.models import resolve
@@ -22,36 +22,36 @@ from ..plan.sweep import Axes
 from ..report.plan import EXPLANATION, plan_tables
 from ..report.plan_page import render_plan
 from ..strategies import DEFAULT
-from .lab_bench import FILE_WIDTH
 from .options import read_options
+from .output import check_files, print_sentences, table_console
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of the hardware, in the place of those it has by name."""
+    """Values that replace those of the named hardware."""
 
     peak_tflops: float | None = None
-    """Peak of a rank, in the dtype of the matrix products."""
+    """Peak of one rank, in the dtype of the matrix products."""
     compute_share: float | None = None
-    """How much of the peak matrix products reach: 0 to 1."""
+    """Share of the peak that matrix products reach: 0 to 1."""
     memory_gib: float | None = None
     """Memory of a rank."""
     memory_gbyte_s: float | None = None
     """Rate of a rank's memory."""
     in_node_gbyte_s: float | None = None
-    """Rate from one rank to others of its node."""
+    """Rate from one rank to the others of its node."""
     in_node_latency_us: float | None = None
     link_gbit_s: float | None = None
-    """Rate from one node to others, in each direction."""
+    """Rate from one node to the others, in each direction."""
     link_latency_us: float | None = None
 
 
 @dataclass(frozen=True)
 class Options:
-    """How long a training step takes, what it sends and what it needs, before there is a cluster.
+    """Predict time, bytes and memory of a training step, without the cluster.
 
-    Runs FSDP2 and zeropp for real, but on one process, without data and without ranks; then lays out the step
-    on the hardware.
+    This runs the code of FSDP2 and zeropp in one process, without data and other ranks, and then schedules
+    the recorded step on the hardware.
 
         zeropp plan --model 18B --nodes 24 --hardware v100-dgx2-100g --recommend
         torchrun --nnodes 2 --nproc-per-node 8 ... -m zeropp doctor --hardware mine.json
@@ -62,59 +62,54 @@ class Options:
     """A built-in size, hf:PATH of a Hugging Face config, or module:function that builds the model."""
     nodes: int = 2
     ranks_per_node: int | None = None
-    """Ranks of a node: as many as the hardware has, if not given."""
+    """Ranks per node; default: those of the hardware."""
     micro_batch: int = 1
     """Sequences per rank and micro-batch."""
     sequence: int = 1024
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     micro_batches: int = 1
-    """Per optimizer step."""
+    """Micro-batches per optimizer step."""
     compute: Precision = "bf16"
-    """What weights are gathered as, and computed in."""
+    """Data type of gathered weights and of compute."""
     reduce: Precision = "bf16"
-    """What gradients are reduced as, before any codec."""
+    """Data type of gradients in reductions, before any codec."""
     checkpointing: bool = False
-    """Compute each layer again in backward, and keep its inputs only."""
+    """Activation checkpointing: store only the inputs of each layer, and compute it again in backward."""
     hardware: str = "a100-100g"
-    """A name (a wrong one lists them all), or a .json or .toml file: `zeropp doctor` measures one."""
+    """A name (an unknown one lists all), or a .json or .toml file. `zeropp doctor` writes such a file."""
     numbers: Annotated[Numbers, tyro.conf.arg(name="")] = Numbers()
     strategy: str = DEFAULT
-    """How to train: default, four-bit, paper, fsdp2, fsdp2-accumulate, fsdp2-reshard, hsdp, hfsdp, qwz, hpz
-    or qgz. Plain FSDP2 is shown beside it."""
+    """Strategy: default, four-bit, paper, fsdp2, fsdp2-accumulate, fsdp2-reshard, hsdp, hfsdp, qwz, hpz or
+    qgz. The plan includes plain FSDP2 for comparison."""
     recommend: bool = False
-    """Try all of those, and say which to use."""
+    """Compare all of these strategies, and recommend one."""
     sweep: str | None = None
-    """Throughput over links and nodes: link=10..800,nodes=2..48."""
+    """Axes of a throughput table over link rates and nodes: link=10..800,nodes=2..48."""
     full: bool = False
-    """Dry-run all layers, where a few and multiplication would do."""
+    """Dry-run all layers, instead of a few layers that are then repeated."""
     json: Path | None = None
-    """Where the numbers go."""
+    """File for the numbers."""
     html: Path | None = None
-    """Where the report goes."""
+    """File for the report."""
     trace: Path | None = None
-    """Where the timeline goes, for ui.perfetto.dev or chrome://tracing."""
+    """File for the timeline, for ui.perfetto.dev or chrome://tracing."""
 
 
 def main(arguments: list[str]) -> int:
     options = read_options(Options, arguments, "plan")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=FILE_WIDTH)
-    for path in (options.json, options.html, options.trace):
-        if path is not None:
-            check_file(path)
+    console = table_console()
+    check_files(options.json, options.html, options.trace)
     plan = _plan(options, console)
     for table in plan_tables(plan):
         console.print(table)
     console.print(EXPLANATION, style="dim")
-    for sentence in plan.sentences:
-        console.print(f"- {sentence}", markup=False)
+    print_sentences(console, plan.sentences)
     _write(plan, options, console)
     return 0
 
 
 def _plan(options: Options, console: Console) -> Plan:
-    sys.path.insert(0, "")  # a module:function of the current directory, which only `python -m` has there
+    sys.path.insert(0, "")  # for --model module:function; the script `zeropp` lacks the current directory
     hardware = find_hardware(options.hardware).changed(**asdict(options.numbers))
     strategy = find_compared(options.strategy)
     axes = None if options.sweep is None else Axes.parse(options.sweep)
@@ -130,7 +125,7 @@ def _plan(options: Options, console: Console) -> Plan:
         checkpointing=options.checkpointing,
     )
     with console.status("") as status:
-        said = Console(stderr=True, highlight=False, soft_wrap=True)
+        stderr = Console(stderr=True, highlight=False, soft_wrap=True)
         return make_plan(
             scenario,
             hardware,
@@ -138,7 +133,7 @@ def _plan(options: Options, console: Console) -> Plan:
             advise=options.recommend,
             axes=axes,
             full=options.full,
-            on_progress=status.update if console.is_terminal else said.print,
+            on_progress=status.update if console.is_terminal else stderr.print,
         )
 
 

@@ -1,4 +1,4 @@
-"""`zeropp train`: train a model, on one rank or under torchrun on many."""
+"""`zeropp train`: train a model, on one rank, or on many under torchrun."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from ..train.world import join_world
 from .options import read_options
 
 STOPPED = 130
-"""The exit code of a run that a signal has stopped before its last step: what a shell expects of Ctrl-C."""
+"""Exit code of a run that a signal has stopped before its last step. Shells use it for Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Train a GPT, or any Hugging Face causal LM, with FSDP2 and zeropp.
 
-    Alone it is one rank; torchrun starts many, on one node or more:
+    Without torchrun there is one rank. torchrun starts many, on one or more nodes:
 
         torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 ... -m zeropp train --config run.toml
     """
 
     config: Path | None = None
-    """A TOML file; options change what it says."""
+    """TOML file of the run. Options override its values."""
     preset: Preset | None = None
-    """What zeropp sends, instead of the preset in the file; the options --zeropp.* change it. "auto" tries
-    some in the first steps, and keeps the fastest."""
+    """Preset of zeropp's Config, which replaces the preset of the file. The options --zeropp.* change the
+    Config. "auto" tries several Configs in the first steps, and uses the fastest."""
     run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=Run)
 
 
 def main(arguments: list[str]) -> int:
     run = parse(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # ours begin with "zeropp:"
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # zeropp's begin with "zeropp:"
     with join_world(run.timeout_seconds) as world:
         listeners: list[Listener] = []
         world.first_does(lambda: listeners.extend(_listeners(run)))
@@ -52,9 +52,9 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> Run:
-    """The run that a command line describes."""
+    """Return the run of a command line."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path, nargs="?")  # what is wrong with these is said below
+    first.add_argument("--config", type=Path, nargs="?")  # `read_options` below reports errors
     first.add_argument("--preset", nargs="?")
     found, _ = first.parse_known_args(arguments)
     run = read_run({}, found.preset) if found.config is None else read_toml(found.config, found.preset)
@@ -63,14 +63,14 @@ def parse(arguments: list[str]) -> Run:
     run = read_options(Options, arguments, "train", default).run
     if is_auto and run.zeropp != Config():
         raise ValueError(
-            "options --zeropp.* are given with preset 'auto', which chooses a Config by itself; choose "
-            "another preset, or leave them out"
+            "options --zeropp.* are given with preset 'auto', which chooses the Config; remove them, or use "
+            "another preset"
         )
     return replace(run, zeropp="auto") if is_auto else run
 
 
 def _listeners(run: Run) -> list[Listener]:
-    """Who is told of the run, on the first rank; makes the folder that they write to."""
+    """Create the folder of the run, and return the listeners of its events, on the first rank."""
     make_folder(run.folder)
     listeners: list[Listener] = [MetricsFile(run.folder), make_progress(run.steps, run.logging.every)]
     if run.logging.tensorboard:

@@ -1,1 +1,1 @@
-"""Whether zeropp is right on the cluster at hand, and whether it helps: a file for each part."""
+"""Checks of zeropp on a cluster, and measurements of its speed: one file per part."""

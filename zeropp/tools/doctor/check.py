@@ -1,13 +1,12 @@
-"""Checks, what they find, and how all ranks come to one answer.
+"""Checks, their results, and the agreement of all ranks on one result.
 
 [Note: Agreement]
-All ranks run the same checks in the same order. After each, they exchange what they saw in a gloo group that
-nothing else uses, and everything that is decided follows from what all of them have got: so all ranks take
-the same branch.
+All ranks run the same checks in the same order. After each check, they exchange their results in a separate
+gloo group. Every decision depends only on these results, so all ranks take the same branch.
 
-A check that raises on one rank leaves others in a collective without it. They give up after the timeout of
-the job's process groups, and then all ranks meet in the agreement, which waits longer than that. From there
-on the job's groups may be out of step, so checks that communicate are left out, and say so.
+If a check raises on one rank, other ranks may wait for it in a collective. They give up after the timeout of
+the job's process groups. Then all ranks meet in the agreement, whose timeout is longer. Afterwards the job's
+groups may be out of step, so checks that communicate are skipped, and their results say so.
 """
 
 from __future__ import annotations
@@ -23,25 +22,28 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ... import Config
+from ...process_groups import world
 from ...topology import Topology
 from ..bench.workload import HEAD_WIDTH
 from ..plan.hardware import Hardware
+from ..strategies import PRESETS, preset_code
 from ..train.world import World
 
 State = Literal["ok", "not run", "warning", "fault"]
 STATES: tuple[State, ...] = ("ok", "not run", "warning", "fault")
-"""All states, from the best to the worst."""
+"""All states, from best to worst."""
 Part = Literal["surroundings", "kernels", "collectives", "training", "speed"]
 PARTS: tuple[Part, ...] = ("surroundings", "kernels", "collectives", "training", "speed")
-PATIENCE = 4
-"""Agreements wait so many timeouts of the job: a check may have several collectives that fail one by one."""
-SHOWN_LENGTH = 300
-LOST = "look at what the missing rank has printed; if it hangs: py-spy dump"
+AGREEMENT_TIMEOUTS = 4
+"""Timeout of an agreement, in timeouts of the job, since several collectives of a check may time out."""
+MESSAGE_LENGTH = 300
+"""Characters of an error message that are shown."""
+MISSING_RANK_ADVICE = "read the output of the missing rank; if the rank hangs: py-spy dump"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a check saw, and what to do about it: on one rank, or on all."""
+class CheckResult:
+    """The observation of a check, with advice: of one rank, or of all ranks."""
 
     state: State
     saw: str
@@ -49,25 +51,25 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the doctor looks at."""
+class DoctorSettings:
+    """Options of the checks."""
 
     node_size: int | None = None
-    """Ranks per node, in order of rank, as in Config.node_size; not given: found out, as in training."""
+    """Ranks per node, in order of rank, as in Config.node_size; default: detected, as in training."""
     model: str | None = None
-    """Model of the speed part: "tiny", "125M", "350M", "1.3B", "18B", or "hf:" and a local path; not given:
-    sized to the device."""
+    """Model of the speed part: "tiny", "125M", "350M", "1.3B", "18B", or "hf:" and a local path; default:
+    tiny on a CPU, on other devices the largest of 1.3B, 350M and 125M that fits."""
     micro_batch: int = 4
     """Sequences per rank and micro-batch of the speed part."""
     micro_batches: int = 1
     """Micro-batches per step of the speed part."""
     sequence: int = 128
-    """Tokens of a sequence of the speed part."""
+    """Tokens per sequence of the speed part."""
     width: int | None = None
-    """Width of the layers by which the speed part measures compute, a multiple of 64: best that of your
-    model; not given: 512 on a CPU, 4096 elsewhere."""
+    """Width of the layers on which the speed part measures compute, a multiple of 64: best the width of your
+    model; default: 512 on a CPU, 4096 elsewhere."""
     rounds: int = 3
-    """How often each strategy gets its turn in the speed part."""
+    """Turns of each strategy in the speed part."""
 
     def __post_init__(self) -> None:
         if self.width is not None and (self.width < 1 or self.width % HEAD_WIDTH):
@@ -78,70 +80,62 @@ class Settings:
                 raise ValueError(f"{name} is {value!r}; expected a positive number")
 
     def presets(self) -> dict[str, Config]:
-        """Every preset, by what a user writes for it."""
-        node_size: int | Literal["auto"] = self.node_size or "auto"
+        """Return every preset, by its Python code."""
         return {
-            "Config.off()": Config.off(node_size=node_size),
-            "Config.wire16()": Config.wire16(node_size=node_size),
-            "Config.paper()": Config.paper(node_size=node_size),
-            "Config()": Config(node_size=node_size),
-            "Config.four_bit()": Config.four_bit(node_size=node_size),
+            preset_code(name): preset(node_size=self.node_size or "auto") for name, preset in PRESETS.items()
         }
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a step of one strategy took."""
+    """The step time of one strategy."""
 
     name: str
     milliseconds: float
     speedup: float
     """Throughput, relative to plain FSDP2."""
     across_bytes: float | None
-    """Sent from a node to others in a step; None: nobody counted."""
+    """Bytes that a node sends to others in a step; None: not counted."""
     hidden: float | None
-    """Share of its communication, as long as that would take by itself, which the step does not show. None:
-    not known."""
+    """Fraction of the communication that is hidden behind compute; None: unknown."""
 
 
-@dataclass(eq=False)  # one is not another
-class Visit:
-    """What all checks share."""
+@dataclass(eq=False)  # hashable by identity, for `lru_cache`
+class Session:
+    """State that all checks share."""
 
-    settings: Settings
+    settings: DoctorSettings
     world: World
     agreement: ProcessGroup
-    """See [Note: Agreement]."""
+    """Group of the agreements: see [Note: Agreement]."""
     timeout: timedelta
-    """How long ranks wait for each other in the job's process groups."""
+    """Timeout of the job's process groups."""
     hardware: Hardware | None = None
-    """What the speed part measured."""
+    """Hardware that the speed part has measured."""
     steps: list[StepTime] = field(default_factory=list)
-    """The same: a line for each strategy."""
+    """Step times that the speed part has measured, one for each strategy."""
     advice: list[str] = field(default_factory=list)
-    """What to do about speed, in words."""
+    """Advice about speed, in sentences."""
 
     @classmethod
-    def begin(cls, settings: Settings, timeout_seconds: float) -> Visit:
-        """A visit to all ranks of an initialized process group, whose timeout is `timeout_seconds`."""
+    def begin(cls, settings: DoctorSettings, timeout_seconds: float) -> Session:
+        """Begin a session on all ranks of an initialized process group with the timeout `timeout_seconds`."""
         timeout = timedelta(seconds=timeout_seconds)
-        agreement = dist.new_group(backend="gloo", timeout=PATIENCE * timeout)
+        agreement = dist.new_group(backend="gloo", timeout=AGREEMENT_TIMEOUTS * timeout)
         return cls(settings, World.current(), agreement, timeout)
 
     @cached_property
     def topology(self) -> Topology:
-        """Who is on which node. A collective, at the first use: all ranks use it in the same check first."""
-        group = dist.group.WORLD
-        assert group is not None
-        return Topology.of(group, self.settings.node_size or "auto")
+        """Topology of the cluster. Its first use is a collective, which all ranks reach in the same check."""
+        return Topology.of(world(), self.settings.node_size or "auto")
 
     @property
     def is_alone(self) -> bool:
         return self.world.size == 1
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What every rank has to say, by rank. Raises if one does not come; rank 0 then knows which."""
-        dist.monitored_barrier(self.agreement, PATIENCE * self.timeout, wait_all_ranks=True)
+        """Return the value of every rank. Raise if a rank does not arrive; on rank 0 the error names it."""
+        dist.monitored_barrier(self.agreement, AGREEMENT_TIMEOUTS * self.timeout, wait_all_ranks=True)
         everyone: list[Any] = [None] * self.world.size
         dist.all_gather_object(everyone, mine, group=self.agreement)
         return everyone
@@ -149,26 +143,25 @@ class Visit:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to try."""
+    """One check of a part."""
 
     part: Part
     name: str
     does: str
-    """What is tried, in words."""
-    run: Callable[[Visit], Any]
-    """Does it, on every rank, and returns a Finding, or what `conclude` makes one of."""
-    conclude: Callable[[Sequence[Any]], Finding] | None = None
-    """Makes a Finding of what all ranks returned, by rank; None: they returned Findings, and the worst of
-    them count."""
+    """Description for users."""
+    run: Callable[[Session], Any]
+    """Function that every rank calls. It returns a CheckResult, or an input of `judge`."""
+    judge: Callable[[Sequence[Any]], CheckResult] | None = None
+    """Function that combines the values of all ranks; default: `merge_results`."""
     communicates: bool = True
-    """Whether ranks wait for each other in it."""
+    """Whether ranks wait for each other in the check."""
     needs_ranks: bool = True
-    """Whether there must be more than one rank."""
+    """Whether the check needs more than one rank."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """A check with what was found on all ranks."""
+class CheckReport:
+    """A check with its result on all ranks: a line of the report."""
 
     part: Part
     name: str
@@ -181,81 +174,84 @@ class Result:
 
 @dataclass(frozen=True)
 class Raised:
-    """A check that raised on this rank, so many seconds after it began."""
+    """The error of a check on this rank, with the seconds from the start of the check."""
 
     seconds: float
     error: str
 
 
-def examine(
-    checks: Iterable[Check], visit: Visit, on_progress: Callable[[str, str], None] = lambda part, name: None
-) -> list[Result]:
-    """Run all checks, on all ranks together; the results are the same on each."""
-    results: list[Result] = []
+def run_checks(
+    checks: Iterable[Check],
+    session: Session,
+    on_progress: Callable[[str, str], None] = lambda part, name: None,
+) -> list[CheckReport]:
+    """Run all checks, on all ranks together. The reports are the same on every rank."""
+    reports: list[CheckReport] = []
     out_of_step: str | None = None
     for check in checks:
         on_progress(check.part, check.name)
         started = time.monotonic()
-        if visit.is_alone and check.needs_ranks:
-            finding = Finding("not run", "there is one rank", "start it with torchrun on all nodes")
+        is_missing_rank = False
+        if session.is_alone and check.needs_ranks:
+            result = CheckResult("not run", "there is one rank", "start it with torchrun on all nodes")
         elif out_of_step is not None and check.communicates:
-            finding = Finding("not run", f"{out_of_step} left ranks out of step", "solve that first")
+            result = CheckResult("not run", f"{out_of_step} left ranks out of step", "fix that first")
         else:
             try:
-                everyone = visit.exchange(_try(check, visit))
-            except RuntimeError as error:  # a rank is gone, or hangs; so will be all that is left to do
-                saw = f"ranks have not met again after it: {_in_a_line(error)}"
-                results.append(Result(check.part, check.name, check.does, "fault", saw, LOST, 0.0))
-                return results
-            raised = {rank: said for rank, said in enumerate(everyone) if isinstance(said, Raised)}
-            if raised:
-                finding = _explain(raised)
-                out_of_step = f"'{check.name}'" if check.communicates else out_of_step
+                by_rank = session.exchange(_run(check, session))
+            except RuntimeError as error:  # a rank has ended or hangs, so later agreements would fail, too
+                message = f"not all ranks arrived after the check: {_one_line(error)}"
+                result, is_missing_rank = CheckResult("fault", message, MISSING_RANK_ADVICE), True
             else:
-                finding = (check.conclude or merge)(everyone)
-        found = (finding.state, finding.saw, finding.advice, time.monotonic() - started)
-        results.append(Result(check.part, check.name, check.does, *found))
-    return results
+                raised = {rank: value for rank, value in enumerate(by_rank) if isinstance(value, Raised)}
+                result = _first_error(raised) if raised else (check.judge or merge_results)(by_rank)
+                if raised and check.communicates:
+                    out_of_step = f"'{check.name}'"
+        outcome = (result.state, result.saw, result.advice, time.monotonic() - started)
+        reports.append(CheckReport(check.part, check.name, check.does, *outcome))
+        if is_missing_rank:
+            break
+    return reports
 
 
-def _try(check: Check, visit: Visit) -> Any:
+def _run(check: Check, session: Session) -> Any:
+    """Return the value of the check on this rank, or its error as a value."""
     started = time.monotonic()
     try:
-        return check.run(visit)
+        return check.run(session)
     except Exception as error:
-        return Raised(time.monotonic() - started, _in_a_line(error))
+        return Raised(time.monotonic() - started, _one_line(error))
 
 
-def _in_a_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN_LENGTH]
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MESSAGE_LENGTH]
 
 
-def _explain(raised: dict[int, Raised]) -> Finding:
-    """Who raised first is the cause; the others waited for it, as a rule."""
+def _first_error(raised: dict[int, Raised]) -> CheckResult:
+    """Return a result for the first error. It is the cause: later ones are usually ranks that waited."""
     first = min(raised, key=lambda rank: raised[rank].seconds)
     others = sorted(set(raised) - {first})
-    then = f"; then {name_ranks(others)} did, too" if others else ""
-    return Finding(
-        "fault", f"rank {first} raised {raised[first].error}{then}", "the first error is the one to look at"
-    )
+    then = f"; then {name_ranks(others)} raised" if others else ""
+    return CheckResult("fault", f"rank {first} raised {raised[first].error}{then}", "fix the first error")
 
 
-def merge(findings: Sequence[Finding]) -> Finding:
-    """The worst of what ranks found, with the ranks that found it."""
-    worst = max((finding.state for finding in findings), key=STATES.index)
-    ranks: dict[Finding, list[int]] = {}
-    for rank, finding in enumerate(findings):
-        if finding.state == worst:
-            ranks.setdefault(finding, []).append(rank)
+def merge_results(results: Sequence[CheckResult]) -> CheckResult:
+    """Return the worst of the results of all ranks, with the ranks that have it."""
+    worst = max((result.state for result in results), key=STATES.index)
+    ranks: dict[CheckResult, list[int]] = {}
+    for rank, result in enumerate(results):
+        if result.state == worst:
+            ranks.setdefault(result, []).append(rank)
     first, *others = ranks
-    if worst == "ok" or (not others and len(ranks[first]) == len(findings)):
+    if worst == "ok" or (not others and len(ranks[first]) == len(results)):
         return first
-    saw = "; ".join(f"{name_ranks(ranks[finding])}: {finding.saw}" for finding in ranks)
-    return Finding(worst, saw[: 2 * SHOWN_LENGTH], first.advice)
+    saw = "; ".join(f"{name_ranks(ranks[result])}: {result.saw}" for result in ranks)
+    return CheckResult(worst, saw[: 2 * MESSAGE_LENGTH], first.advice)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """
+    """Return the ranks in words.
+
     >>> name_ranks([3]), name_ranks([1, 2])
     ('rank 3', 'ranks 1, 2')
     """

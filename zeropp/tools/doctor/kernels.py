@@ -1,5 +1,4 @@
-"""Every codec that a Config can use, on this device: the same bits as quant/reference.py on the CPU, and how
-fast."""
+"""Checks of every codec on this device: equality with quant/reference.py bit for bit, and speed."""
 
 from __future__ import annotations
 
@@ -14,62 +13,60 @@ from torch import Tensor
 from ...config import INTEGERS, CodecName
 from ...quant import BlockFormat, make_codec, reference
 from ...quant.dispatch import Implementation, implementation_for
-from .check import Check, Finding, Visit
-from .timer import LONG_ROUND, Meter
+from .check import Check, CheckResult, Session
+from .timer import LONG_ROUND, Timer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1), (3, 127), (2, 1021), (5, 4097))
-"""Rows, and elements of each: no multiple of anything."""
+"""Rows and elements per row. The odd sizes exercise the tails of kernels."""
 GAP = 3
-"""Elements before the first row and after each: most rows begin where no full-width load may."""
+"""Elements before the first row and after each row. Most rows begin at unaligned addresses."""
 SENDERS, FACTOR = 3, 1 / 3
 STRETCH = 61
-"""Elements in a row that are of one kind."""
+"""Consecutive elements of one kind in `awkward` rows."""
 SEED, OFFSET = 5, 4096
-"""Where noise comes from, if a format rounds at random."""
+"""Seed and offset of the noise in stochastic rounding."""
 SPEED_ROWS, SPEED_NUMEL = 4, 1 << 18
 SLOW = 15.0
-"""A codec that takes so many times as long as a copy of its bytes is worth a warning."""
+"""Ratio of a codec's time to that of a copy of its bytes, above which the result is a warning."""
 BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def checks() -> Iterator[Check]:
     alone = partial(Check, "kernels", communicates=False, needs_ranks=False)
     for bits in (8, 4):
-        does = (
-            "encode, decode, decode_sum and recode, also rotated and rounding at random, against plain torch"
-        )
+        does = "encode, decode, decode_sum and recode, also rotated and stochastic, compared with plain torch"
         yield alone(f"int{bits}", does, partial(_same_bits, bits))
-    yield alone("NaN and Inf", "sends each through every codec, in every dtype", _not_finite)
-    does = "times encode and decode of 1M elements, and a copy that touches as many bytes"
+    yield alone("NaN and Inf", "each value through every codec, in every dtype", _not_finite)
+    does = "encode and decode of 1M elements, timed against a copy that touches as many bytes"
     yield Check("kernels", "speed of codecs", does, _speed, needs_ranks=False)
 
 
-def _same_bits(bits: int, visit: Visit) -> Finding:
-    implementation = implementation_for(torch.empty(0, device=visit.world.device))
+def _same_bits(bits: int, session: Session) -> CheckResult:
+    implementation = implementation_for(torch.empty(0, device=session.world.device))
     compared = 0
     for rotate, stochastic in product((False, True), repeat=2):
         for dtype, block_size in _dtypes_and_block_sizes(rotate):
             fmt = BlockFormat(bits, block_size, rotate, stochastic)
             for rows, numel in SHAPES:
-                case = _Case(implementation, fmt, dtype, rows, numel, visit.world.device)
+                case = _Case(implementation, fmt, dtype, rows, numel, session.world.device)
                 for wrong in (case.encode(), *case.decode(), *case.recode()):
                     compared += 1
                     if wrong is not None:
-                        return Finding(
+                        return CheckResult(
                             "fault", wrong, "report it with this table; Config.off() is not affected"
                         )
-    name = "plain torch itself" if implementation is reference else "the kernels"
-    return Finding("ok", f"{compared} results of {name} are the same to the last bit")
+    name = "plain torch" if implementation is reference else "the kernels"
+    return CheckResult("ok", f"{compared} results of {name} are equal bit for bit")
 
 
 def _dtypes_and_block_sizes(rotate: bool) -> list[tuple[torch.dtype, int]]:
-    """All dtypes with Config's block size, and the smallest and the largest one."""
+    """Return all dtypes with the default block size, and fp32 with the smallest and the largest."""
     return [*((dtype, 128) for dtype in DTYPES), (torch.float32, 64 if rotate else 32), (torch.float32, 4096)]
 
 
 class _Case:
-    """One format, dtype and shape: what the device makes of it, beside what the reference does."""
+    """One format, dtype and shape, which the device and the reference compute."""
 
     def __init__(
         self,
@@ -117,7 +114,7 @@ class _Case:
             yield self._compare(f"recode to int{bits}", expected, seen, width)
 
     def _encoded(self) -> Tensor:
-        """Rows from several senders, [SENDERS, rows, row_bytes]."""
+        """Return encoded rows of several senders, [SENDERS, rows, row_bytes]."""
         width = self._fmt.row_bytes(self._numel)
         encoded = torch.zeros(SENDERS, self._rows, width, dtype=torch.uint8)
         for sender, rows in enumerate(encoded):
@@ -125,11 +122,11 @@ class _Case:
         return encoded
 
     def _outs(self, width: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """For the reference and for the device: a buffer, and the rows in it that are to be written."""
+        """Return an output buffer and its rows, for the reference and for the device."""
         return [_view(self._rows, width, dtype, device) for device in (torch.device("cpu"), self._device)]
 
     def _compare(self, operation: str, expected: Tensor, seen: Tensor, width: int) -> str | None:
-        """None if both buffers are the same, gaps included; else the first difference."""
+        """Describe the first difference of two buffers, gaps included, or return None."""
         seen = seen.cpu()
         different = (_bits(seen) != _bits(expected)).nonzero().flatten()
         if len(different) == 0:
@@ -139,7 +136,7 @@ class _Case:
         unit = "byte" if seen.dtype == torch.uint8 else "element"
         where = f"{unit} {column} of row {row}"
         if not 0 <= column < width:
-            where = f"{unit} {at} of the buffer, outside of its rows,"
+            where = f"{unit} {at} of the buffer, outside the rows,"
         name = _name(f"int{self._fmt.bits}", self._dtype, self._fmt.rotate, self._fmt.stochastic)
         return (
             f"{operation} of {name}, {self._rows} rows of {self._numel} in blocks of {self._fmt.block_size}: "
@@ -154,8 +151,8 @@ def _name(codec: str, dtype: torch.dtype, rotate: bool, stochastic: bool) -> str
 
 
 def awkward(rows: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Rows in which stretches of everything that is hard follow each other: small, large, the largest there
-    is, subnormal, zeros, ties, NaN and Inf."""
+    """Return rows with stretches of difficult values: small, large, largest finite, subnormal, zero, ties,
+    NaN and Inf."""
     values = torch.randn(rows, numel, generator=torch.Generator().manual_seed(numel))
     finfo = torch.finfo(dtype)
     scales = [1.0, finfo.max, finfo.smallest_normal, 1e-3, finfo.smallest_normal * 2**-6, 0.0, 1e3]
@@ -173,31 +170,31 @@ def awkward(rows: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _view(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A buffer, and rows in it with gaps around them."""
+    """Return a buffer, and rows in it with gaps around them."""
     gap = _gap(dtype)
     buffer = torch.full((gap + rows * (width + gap),), 3, dtype=dtype, device=device)
     return buffer, buffer.as_strided((rows, width), (width + gap, 1), gap)
 
 
 def _gap(dtype: torch.dtype) -> int:
-    return GAP * (2 if dtype == torch.uint8 else 1)  # scales in a row of bytes are of two
+    return GAP * (2 if dtype == torch.uint8 else 1)  # encoded rows contain 2-byte scales
 
 
 def _to(source: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, with the same gaps between rows."""
+    """Copy to the device, with the same gaps between rows."""
     there = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
     return there.copy_(source)
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Bits that can be compared: NaN is NaN, whatever its payload."""
+    """Return the values as integers, with one payload for all NaNs."""
     if values.is_floating_point():
         values = torch.where(values.isnan(), torch.nan, values)
     return values.view(BIT_TYPES[values.itemsize])
 
 
-def _not_finite(visit: Visit) -> Finding:
-    block, device = 128, visit.world.device
+def _not_finite(session: Session) -> CheckResult:
+    block, device = 128, session.world.device
     tried = 0
     for name, dtype, value in product(
         get_args(CodecName), DTYPES, (float("nan"), float("inf"), float("-inf"))
@@ -213,37 +210,39 @@ def _not_finite(visit: Visit) -> Finding:
             finite = decoded.isfinite()[0].cpu()
             tried += 1
             if finite[block + 7]:
-                return Finding(
+                return CheckResult(
                     "fault",
-                    f"{_name(name, dtype, rotate, stochastic)}: {value} at element {block + 7} comes back as "
+                    f"{_name(name, dtype, rotate, stochastic)}: {value} at element {block + 7} decodes to "
                     f"{decoded[0, block + 7].item()}",
                     "loss scaling would miss overflows: use Config.off(), and report it",
                 )
             if not (finite[:block].all() and finite[2 * block :].all()):
                 saw = f"{_name(name, dtype, rotate, stochastic)}: {value} spreads to other blocks"
-                return Finding("fault", saw, "use Config.off(), and report it")
-    return Finding("ok", f"{tried} arrived where they belong, and nowhere else")
+                return CheckResult("fault", saw, "use Config.off(), and report it")
+    return CheckResult("ok", f"{tried} values decode at their element, and in no other block")
 
 
-def _speed(visit: Visit) -> Finding:
-    meter = Meter(visit.world.device, repeats=5)
-    dtype = torch.float32 if visit.world.device.type == "cpu" else torch.bfloat16
-    source = torch.randn(SPEED_ROWS, SPEED_NUMEL, device=visit.world.device).to(dtype)
+def _speed(session: Session) -> CheckResult:
+    timer = Timer(session.world.device, repeats=5)
+    dtype = torch.float32 if session.world.device.type == "cpu" else torch.bfloat16
+    source = torch.randn(SPEED_ROWS, SPEED_NUMEL, device=session.world.device).to(dtype)
     out = torch.empty_like(source)
-    told, slowest = [], 0.0
+    ratios, slowest = [], 0.0
     for name in get_args(CodecName):
         codec = make_codec(name, dtype, 128, rotate=True)
         encoded = torch.empty(
-            SPEED_ROWS, codec.row_bytes(SPEED_NUMEL), dtype=torch.uint8, device=visit.world.device
+            SPEED_ROWS, codec.row_bytes(SPEED_NUMEL), dtype=torch.uint8, device=session.world.device
         )
         touched = torch.empty((source.nbytes + encoded.nbytes) // 2, dtype=torch.uint8, device=source.device)
         elsewhere = torch.empty_like(touched)
-        copy = meter.seconds(partial(elsewhere.copy_, touched), LONG_ROUND)
-        encode = meter.seconds(partial(codec.encode, source, encoded), LONG_ROUND) / copy
-        decode = meter.seconds(partial(codec.decode, encoded, out), LONG_ROUND) / copy
-        told.append(f"{name} {encode:.1f} and {decode:.1f}")
+        copy = timer.seconds(partial(elsewhere.copy_, touched), LONG_ROUND)
+        encode = timer.seconds(partial(codec.encode, source, encoded), LONG_ROUND) / copy
+        decode = timer.seconds(partial(codec.decode, encoded, out), LONG_ROUND) / copy
+        ratios.append(f"{name} {encode:.1f} and {decode:.1f}")
         slowest = max(slowest, encode, decode)
-    saw = f"encode and decode take, times a copy: {', '.join(told)} ({str(dtype).removeprefix('torch.')})"
+    saw = f"time of encode and decode / copy: {', '.join(ratios)} ({str(dtype).removeprefix('torch.')})"
     if slowest > SLOW:
-        return Finding("warning", saw, "codecs far slower than memory: are the fast kernels installed?")
-    return Finding("ok", saw)
+        return CheckResult(
+            "warning", saw, "codecs are far slower than memory: are the fast kernels installed?"
+        )
+    return CheckResult("ok", saw)

@@ -1,4 +1,4 @@
-"""The whole visit: every part that was asked for, in order."""
+"""A run of the doctor: all selected parts, in order."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from typing import Any
 from ..._text import count
 from ..atomic_files import write_file
 from ..plan.hardware import Hardware
-from . import collectives, kernels, speed, training
-from . import environment as surroundings
-from .check import Check, Part, Result, Settings, StepTime, Visit, examine
+from . import collectives, environment, kernels, speed, training
+from .check import Check, CheckReport, DoctorSettings, Part, Session, StepTime, run_checks
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was found; the same on every rank."""
+    """All results of a run. They are the same on every rank."""
 
     subject: str
-    """The ranks, in a line."""
-    results: list[Result]
+    """Number of ranks and their device."""
+    results: list[CheckReport]
     steps: list[StepTime]
     advice: list[str]
     hardware: Hardware | None
-    """None: the speed part was not run."""
+    """Measured hardware; None without the speed part."""
 
     @property
     def is_healthy(self) -> bool:
@@ -39,22 +38,22 @@ class Diagnosis:
         write_file(path, json.dumps(self.as_dict(), indent=1) + "\n")
 
 
-def make_visit(
-    settings: Settings,
+def diagnose(
+    settings: DoctorSettings,
     parts: Sequence[Part],
     timeout_seconds: float,
     on_progress: Callable[[str, str], None] = lambda part, name: None,
 ) -> Diagnosis:
-    """Run the checks of these parts, on every rank of an initialized process group with this timeout."""
-    visit = Visit.begin(settings, timeout_seconds)
-    results = examine(_checks(settings, parts), visit, on_progress)
-    subject = f"{count(visit.world.size, 'rank')}, {visit.world.device.type}"
-    return Diagnosis(subject, results, visit.steps, visit.advice, visit.hardware)
+    """Run the checks of these parts. Collective over an initialized process group with this timeout."""
+    session = Session.begin(settings, timeout_seconds)
+    results = run_checks(_checks(settings, parts), session, on_progress)
+    subject = f"{count(session.world.size, 'rank')}, {session.world.device.type}"
+    return Diagnosis(subject, results, session.steps, session.advice, session.hardware)
 
 
-def _checks(settings: Settings, parts: Sequence[Part]) -> Iterator[Check]:
+def _checks(settings: DoctorSettings, parts: Sequence[Part]) -> Iterator[Check]:
     of_part: dict[Part, Callable[[], Iterator[Check]]] = {
-        "surroundings": surroundings.checks,
+        "surroundings": environment.checks,
         "kernels": kernels.checks,
         "collectives": collectives.checks,
         "training": lambda: training.checks(settings),

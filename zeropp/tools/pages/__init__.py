@@ -1,6 +1,6 @@
-"""Pages of HTML and pictures of SVG that need nothing else: what reports are made of."""
+"""Self-contained HTML pages and SVG charts for reports."""
 
-from .charts import Bar, Chart, Line, Part, Phase, Span, Step, bars, lines, number, timelines
+from .charts import Bar, BarPart, Chart, Line, Phase, Span, Step, bars, lines, timelines
 from .page import figure, figures, items, page, paragraph, table
 from .palette import PART_COLORS, STRATEGY_COLORS, WORK_COLORS, colors_of
 
@@ -9,9 +9,9 @@ __all__ = [
     "STRATEGY_COLORS",
     "WORK_COLORS",
     "Bar",
+    "BarPart",
     "Chart",
     "Line",
-    "Part",
     "Phase",
     "Span",
     "Step",
@@ -21,7 +21,6 @@ __all__ = [
     "figures",
     "items",
     "lines",
-    "number",
     "page",
     "paragraph",
     "table",

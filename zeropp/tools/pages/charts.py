@@ -1,10 +1,10 @@
-"""Charts as SVG, drawn here: bars, lines and timelines, of a few kilobytes each.
+"""SVG charts: bars, lines and timelines, of a few kilobytes each.
 
 [Note: Any width]
-Positions along x are percentages and those along y are pixels, so a chart is as wide as there is room, and
-its text keeps its size, on a telephone, too. Only lines cannot be given in percent: they are in an `<svg>` of
-their own, which is stretched. What stands left of the chart, the labels of its rows or of its vertical axis,
-is apart from it and does not move when the chart is zoomed.
+Positions along x are percentages and positions along y are pixels. So a chart fills any width, and its text
+keeps its size, also on a phone. A path cannot have percentages: it is in a nested `<svg>`, which is
+stretched. The labels to the left of a chart (of its rows or its vertical axis) are a separate `<svg>`, which
+zooming does not move.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ BAR_ROW, BAR_HEIGHT = 38, 13
 LINE_HEIGHT = 240
 LANE_ROW, LANE_HEIGHT, HEAD_ROW = 22, 16, 44
 AXIS_ROW = 40
-"""Pixels below a chart: numbers, and what they are."""
+"""Pixels below a chart, for the numbers and the title of its axis."""
 ROW_LETTERS = 54
-"""Letters that have room beside each other on a screen of 390 pixels."""
+"""Letters that fit in a row on a screen of 390 pixels."""
 MAX_POINTS = 120
-"""Points of a line; one that has more is shown by means."""
+"""Largest number of points of a line. A longer line shows means."""
 NARROWEST = 1 / 1500
-"""Share of a timeline that is still seen: operations that are shorter, of one kind and next to each other,
-are one bar."""
+"""Smallest visible share of a timeline. Shorter operations of one kind that follow each other are one bar."""
 
 
 @dataclass(frozen=True)
 class Chart:
     title: str
-    """What is shown, with its unit."""
+    """Title, with the unit."""
     body: str
     height: float
     labels: str = ""
-    """What stands left of it."""
+    """SVG of the labels to the left of the chart."""
     gutter: int = 0
-    """Pixels for the labels."""
+    """Width of the labels in pixels."""
     legend: Mapping[str, str] = field(default_factory=dict)
-    """Colors, by what they stand for."""
+    """Colors by their meaning."""
     zooms: bool = False
     note: str = ""
 
 
-class Part(NamedTuple):
-    """A piece of a bar."""
+class BarPart(NamedTuple):
+    """A part of a bar."""
 
     value: float
     color: str
@@ -56,19 +55,19 @@ class Part(NamedTuple):
 class Bar(NamedTuple):
     label: str
     text: str
-    """Its value, with the unit."""
-    parts: tuple[Part, ...]
+    """Value with its unit."""
+    parts: tuple[BarPart, ...]
     stands_out: bool = False
     spread: float = 0.0
-    """Half of the range in which the middle half of what was measured lies."""
+    """Half of the interquartile range."""
     mark: float | None = None
-    """Another value, as a line across the bar."""
+    """Second value, drawn as a line across the bar."""
 
 
 def bars(
     title: str, rows: Sequence[Bar], unit: str, legend: Mapping[str, str] | None = None, note: str = ""
 ) -> Chart:
-    """One bar for each row, below its label and its value."""
+    """Chart one bar per row, below its label and value."""
     longest = max(
         (max(sum(part.value for part in row.parts) + row.spread, row.mark or 0.0) for row in rows),
         default=0.0,
@@ -80,16 +79,16 @@ def bars(
     for number, row in enumerate(rows):
         top = number * BAR_ROW
         style = ' class="strong"' if row.stands_out else ""
-        body.append(f'<text x="0" y="{top + 14}"{style}>{escape(fitting(row))}</text>')
+        body.append(f'<text x="0" y="{top + 14}"{style}>{escape(shorten_label(row))}</text>')
         body.append(f'<text x="100%" y="{top + 14}" text-anchor="end"{style}>{escape(row.text)}</text>')
         body.append(_bar(row, top + 20, scale))
     return Chart(title, "".join(body), bottom + AXIS_ROW, legend=legend or {}, note=note)
 
 
-def fitting(row: Bar) -> str:
-    """The label, without its middle if there is no room for it beside the value.
+def shorten_label(row: Bar) -> str:
+    """Return the label, without its middle if it does not fit next to the value.
 
-    >>> fitting(Bar("runs/of/november/the/one/with/quite/a/long/name/plain", "14.44", ()))
+    >>> shorten_label(Bar("runs/of/november/the/one/with/quite/a/long/name/plain", "14.44", ()))
     'runs/of/november/the/one…/quite/a/long/name/plain'
     """
     room = ROW_LETTERS - len(row.text)
@@ -131,7 +130,7 @@ def lines(
     log: bool = False,
     from_zero: bool = False,
 ) -> Chart:
-    """Lines over a horizontal axis, linear or logarithmic."""
+    """Chart lines over a linear or logarithmic horizontal axis."""
     thinned = [line._replace(points=_means(line.points)) for line in drawn]
     xs = [x for line in thinned for x, _ in line.points]
     ys = [y for line in thinned for _, y in line.points if math.isfinite(y)]
@@ -166,13 +165,13 @@ def lines(
     each = max(
         (len(line.points) // len(thin.points) for line, thin in zip(drawn, thinned, strict=True)), default=1
     )
-    note = "" if each == 1 else "Each point is the mean of the steps up to it."
+    note = "" if each == 1 else "Each point is the mean of the steps since the previous point."
     legend = {line.label: line.color for line in drawn}
     return Chart(title, "".join(body), LINE_HEIGHT + AXIS_ROW, "".join(labels), 58, legend, note=note)
 
 
 def _line(line: Line, points: list[tuple[float, float, float, float]]) -> str:
-    """See [Note: Any width]. A point that is not hovered is seen only where there are few."""
+    """Draw a line: see [Note: Any width]. Points are visible if they are few, or under the mouse."""
     path = " L".join(f"{x:.2f} {y:.1f}" for x, y, _, _ in points)
     dash = ' stroke-dasharray="4 4"' if line.dotted else ""
     few = " few" if len(points) <= MAX_POINTS // 5 else ""
@@ -189,7 +188,7 @@ def _line(line: Line, points: list[tuple[float, float, float, float]]) -> str:
 
 
 class Span(NamedTuple):
-    """One operation on one lane, in seconds."""
+    """An operation on one lane, in seconds."""
 
     lane: str
     kind: str
@@ -205,7 +204,7 @@ class Phase(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A timeline of one step."""
+    """The timeline of a step."""
 
     title: str
     spans: Sequence[Span]
@@ -214,7 +213,7 @@ class Step(NamedTuple):
 
 
 def timelines(title: str, steps: Sequence[Step], lanes: Sequence[str], colors: Mapping[str, str]) -> Chart:
-    """Steps below each other on one axis, in milliseconds; a row for each lane that is used."""
+    """Chart steps below each other on one axis, in milliseconds, with a row for each used lane."""
     longest = max(step.seconds for step in steps)
     scale = _scale(longest, room=1.0)
     body, labels, top = [], [], 0.0
@@ -246,7 +245,7 @@ def _span(span: Span, y: float, scale: float, colors: Mapping[str, str]) -> str:
 
 
 def _phase(phase: Phase, top: float, bottom: float, scale: float) -> str:
-    """A band behind the lanes, with the name of the phase, or its first letter where there is no room."""
+    """Draw a band behind the lanes, with the name of the phase, or its initial if the band is narrow."""
     share = (phase.end - phase.start) * scale
     name = phase.name if share >= 22 else phase.name[0].upper() if share >= 4 else ""
     at = _percent((phase.start + phase.end) / 2 * scale)
@@ -259,7 +258,7 @@ def _phase(phase: Phase, top: float, bottom: float, scale: float) -> str:
 
 
 def merged(spans: Sequence[Span], narrowest: float) -> list[Span]:
-    """The same stretches of time in fewer bars: short ones of a kind that follow each other become one."""
+    """Merge short consecutive spans of one kind, so that the timeline has fewer bars."""
     found: list[Span] = []
     counts: list[int] = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -282,7 +281,7 @@ def merged(spans: Sequence[Span], narrowest: float) -> list[Span]:
 
 
 def nice_ticks(high: float, low: float = 0.0) -> list[float]:
-    """At most six round numbers from `low` to `high`, both within them or near.
+    """Return at most six round numbers from `low` to `high`.
 
     >>> nice_ticks(3330.0)
     [0.0, 1000.0, 2000.0, 3000.0]
@@ -299,7 +298,8 @@ def nice_ticks(high: float, low: float = 0.0) -> list[float]:
 
 
 def number(value: float) -> str:
-    """
+    """Format a number with four significant digits, or as an integer from 1000.
+
     >>> number(2500.0), number(1.92751), number(0.0), number(12e9)
     ('2,500', '1.928', '0', '12,000,000,000')
     """
@@ -307,7 +307,7 @@ def number(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """For an axis.
+    """Format a number for an axis.
 
     >>> short(2500.0), short(1e6), short(3.2e10), short(0.5)
     ('2,500', '1M', '32G', '0.5')
@@ -320,7 +320,8 @@ def short(value: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """
+    """Format seconds as milliseconds.
+
     >>> milliseconds(0.0002106), milliseconds(1.275)
     ('0.2106 ms', '1,275 ms')
     """
@@ -328,7 +329,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def _scale(longest: float, room: float = 0.99) -> float:
-    """Percent of the width for each unit."""
+    """Return the percentage of the width per unit."""
     return 100 * room / longest if longest > 0 else 0.0
 
 
@@ -344,7 +345,7 @@ def _grid(ticks: Sequence[float], scale: float, bottom: float, unit: str) -> str
 
 
 def _few(ticks: Sequence[float]) -> Sequence[float]:
-    """Some of the ticks: as many as have room on a narrow screen."""
+    """Return as many of the ticks as fit on a narrow screen."""
     return ticks[:: max(1, math.ceil(len(ticks) / 5))]
 
 
@@ -358,7 +359,7 @@ def _axis_title(text: str, y: float) -> str:
 
 
 def _means(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Points for a line, at most `MAX_POINTS`: each is the mean of as many, at the last of them."""
+    """Return at most `MAX_POINTS` points: means of equally many points, at the last of them."""
     each = math.ceil(len(points) / MAX_POINTS)
     if each <= 1:
         return points

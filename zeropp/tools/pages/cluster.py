@@ -1,4 +1,7 @@
-"""The two hops of a cluster as a picture: nodes below each other, rails between them, bytes on each link."""
+"""Picture of the two hops of a cluster: nodes below each other, with the rails between them.
+
+A rail is the group of ranks with equal position, one of each node, which the hop across connects.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from .palette import WORK_COLORS
 
 NODE_HEIGHT, GAP = 104, 88
 MAX_RANKS = 4
-"""Ranks of a node that are drawn, of two nodes; what there is more of is said."""
+"""Number of drawn ranks per node. The first and the last node are drawn; texts give the number of others."""
 WIDEST = 14
-"""Pixels of the rail that carries most."""
+"""Width in pixels of the link that carries the most bytes."""
 
 
 class Carried(NamedTuple):
-    """What one rank sends on one kind of link, in words, and how much."""
+    """Bytes that one rank sends on one kind of link, with a description."""
 
     text: str
     sent_bytes: float
@@ -31,7 +34,7 @@ def draw_cluster(
     most_bytes: float | None = None,
     note: str = "",
 ) -> Chart:
-    """Ranks by node. Links are as thick as what they carry, `most_bytes` being the thickest."""
+    """Draw the ranks by node. The width of a link is proportional to its bytes; `most_bytes` has `WIDEST`."""
     most = most_bytes or max(in_node.sent_bytes, across.sent_bytes) or 1.0
     first, last = nodes[0], nodes[-1]
     drawn = [_node(0, 0, first, in_node, most)]
@@ -90,7 +93,7 @@ def _rail(center: float, across: Carried, most: float) -> str:
 
 
 def _center(position: int, count: int) -> float:
-    """Middle of a rank, in percent: two are so far apart that words have room between their rails."""
+    """Return the middle of a rank, in percent. Text fits between the rails of two ranks."""
     return 50.0 if count == 1 else 15 + 70 * position / (count - 1)
 
 

@@ -1,4 +1,4 @@
-"""What every page shares: one HTML file that needs nothing else, in light and dark, for any width."""
+"""Frame of a page: one self-contained HTML file, in light and dark colors, for any width."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLORS = """
 @media (prefers-color-scheme: dark) { :root { --paper: #14171c; --ink: #e6e9ee; --soft: #9aa4b2;
   --line: #2c323b; --ours: #4cc38a; --band: #1c2129; --band2: #25211a; --mark: #ff7b6b; } }
 """
-"""Also for pictures that are files of their own."""
+"""Colors of pages, and of pictures in separate files."""
 CHART_STYLE = """
 text { fill: var(--ink); font: 12.5px system-ui, sans-serif; } text.strong { font-weight: 700; }
 text.soft { fill: var(--soft); font-size: 11.5px; } .grid { stroke: var(--line); }
@@ -69,7 +69,7 @@ ZOOM = '<label class="zoom">zoom <input type="range" min="100" max="3000" value=
 
 
 def page(title: str, headline: str, sections: Sequence[str]) -> str:
-    """A whole page: the result in words, then sections of HTML."""
+    """Return a page: the headline with the result in words, then sections of HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -80,8 +80,10 @@ def page(title: str, headline: str, sections: Sequence[str]) -> str:
 
 
 def table(lines: list[list[str]], class_of: Callable[[str], str] = lambda _: "") -> str:
-    """A header and lines of text; `class_of` gives the style of a line by its first cell. One that is wider
-    than the screen scrolls, under its first column."""
+    """Return a table with a header and lines of text.
+
+    `class_of` maps the first cell of a line to its CSS class. A table wider than the screen scrolls, and its
+    first column stays in place."""
     head = "".join(f"<th>{escape(column)}</th>" for column in lines[0])
     body = "".join(
         f'<tr class="{class_of(line[0])}">' + "".join(f"<td>{escape(text)}</td>" for text in line) + "</tr>"
@@ -91,7 +93,7 @@ def table(lines: list[list[str]], class_of: Callable[[str], str] = lambda _: "")
 
 
 def figure(chart: Chart) -> str:
-    """A chart with its title and legend."""
+    """Return a chart with its title and legend."""
     note = f"<small>{escape(chart.note)}</small>" if chart.note else ""
     legend = "".join(
         f'<span><i style="background:{color}"></i>{escape(text)}</span>'
@@ -109,7 +111,7 @@ def figure(chart: Chart) -> str:
 
 
 def figures(*charts: Chart) -> str:
-    """Charts side by side, where there is room."""
+    """Return charts in a row, or below each other on a narrow screen."""
     return f'<div class="figures">{"".join(figure(chart) for chart in charts)}</div>'
 
 
@@ -118,5 +120,5 @@ def paragraph(text: str, style: str = "") -> str:
 
 
 def items(sentences: Sequence[str]) -> str:
-    """A list."""
+    """Return a list of sentences."""
     return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"

@@ -1,6 +1,6 @@
 """Colors: one per strategy, the same on every page, and one per kind of work in timelines.
 
-All of them can be told from white and from near black, so a page has the same ones in light and dark.
+All colors have enough contrast to white and to near black, so light and dark pages share them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 OURS = "#0f9d58"
-"""The only saturated one among the strategies: zeropp's default."""
+"""Color of zeropp's default, the only saturated color of a strategy."""
 PLAIN = "#7c8798"
 
 STRATEGY_COLORS = {
@@ -34,9 +34,9 @@ STRATEGY_COLORS = {
     "deepspeed": "#b8667f",
     "deepspeed-hpz": "#c9879a",
 }
-"""Colours by the name of the strategy."""
+"""Colors by the name of the strategy."""
 OTHERS = ("#a56fb0", "#c06a4a", "#5f93b5", "#a3934f", "#b07a9c", "#7d9a6a")
-"""For runs whose Config has no name, one after the other."""
+"""Colors of runs whose Config has no name, in order."""
 
 WORK_COLORS = {
     "compute": "#5b86b8",
@@ -44,7 +44,7 @@ WORK_COLORS = {
     "in-node link": "#5fa98a",
     "across link": "#d0503f",
 }
-"""What a step spends its time on. Red is what zeropp is there to avoid."""
+"""Colors of the kinds of work in a step. Cross-node traffic, which zeropp reduces, is red."""
 PART_COLORS = {
     "encode": "#a878b5",
     "recode": "#8f5fa0",
@@ -59,11 +59,11 @@ PART_COLORS = {
     "other collectives": "#b0607a",
     "compute": "#5b86b8",
 }
-"""The same for the parts of a measured step."""
+"""Colors of the parts of a measured step."""
 
 
 def colors_of(strategies: Iterable[str | None]) -> list[str]:
-    """A color for each, by its name; None: it has none, and gets one that nothing else has.
+    """Return a color for each name. None stands for a Config without a name, and gets an unused color.
 
     >>> colors_of(["default", None, "fsdp2"])
     ['#0f9d58', '#a56fb0', '#7c8798']

@@ -1,4 +1,4 @@
-"""What one rank sent, per unit and hop, over which nodes: the page of `ZeroPP.report`."""
+"""Page of `ZeroPP.report`: the bytes that one rank sent, per unit and hop, and the nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..._text import size
 from ...comm.ledger import Ledger
 from ...topology import Topology
-from .charts import Bar, Chart, Part, bars
+from .charts import Bar, BarPart, Chart, bars
 from .cluster import Carried, draw_cluster
 from .page import figure, figures, page, paragraph, table
 from .palette import OURS, PLAIN, WORK_COLORS
@@ -15,9 +15,9 @@ from .palette import OURS, PLAIN, WORK_COLORS
 SENT = ("unit", "collective", "hop", "calls", "wire bytes", "across nodes")
 TOTALS = ("unit", "across nodes", "16-bit FSDP2", "less by")
 EXPLANATION = (
-    "From the ledger of this rank, since it was made or reset; other ranks send as much, but for how shards "
-    "are rounded. Wire bytes: without packet headers. 16-bit FSDP2: what it would have sent across nodes for "
-    "the same calls."
+    "From the ledger of this rank, since its creation or last reset. Other ranks send equally many bytes, "
+    "up to the padding of shards. Wire bytes: without packet headers. 16-bit FSDP2: bytes across nodes of "
+    "the same calls in FSDP2 with a 16-bit wire."
 )
 SUBJECT = {"all_gather": "weights", "reduce_scatter": "gradients"}
 
@@ -25,13 +25,13 @@ SUBJECT = {"all_gather": "weights", "reduce_scatter": "gradients"}
 def render_traffic(
     ledger: Ledger, topologies: Sequence[Topology | None], units: Sequence[dict[str, str]], rank: int
 ) -> str:
-    """A page.
+    """Return the page.
 
     Args:
-        ledger: of this rank.
-        topologies: of each unit; None: zeropp has left it alone. That with most nodes is drawn.
-        units: what `summary()` has a line for each unit of.
-        rank: that of this process.
+        ledger: Ledger of this rank.
+        topologies: Topology of each unit; None for a unit without zeropp. That with the most nodes is drawn.
+        units: Rows of `summary()`, one for each unit.
+        rank: Rank of this process.
     """
     sections = []
     known = [topology for topology in topologies if topology is not None]
@@ -44,7 +44,7 @@ def render_traffic(
         paragraph(f"Counted: {ledger.title}. {EXPLANATION}", "note"),
         "<h2>Every collective and hop</h2>",
         table(sent_lines(ledger)),
-        "<h2>What every unit sends, and how</h2>",
+        "<h2>Formats of every unit</h2>",
         table([list(units[0]), *(list(unit.values()) for unit in units)]) if units else "",
     ]
     where = "" if topology is None else f" of {topology.size}, {topology.describe()}"
@@ -52,7 +52,7 @@ def render_traffic(
 
 
 def headline(ledger: Ledger) -> str:
-    """The result in words."""
+    """Return the result in words."""
     sent, baseline = ledger.total(), ledger.baseline_total()
     if not sent.calls:
         return "Nothing was sent yet"
@@ -70,12 +70,12 @@ def headline(ledger: Ledger) -> str:
 
 def cluster_chart(ledger: Ledger, topology: Topology) -> Chart:
     nodes = [[topology.ranks[position] for position in node] for node in topology.nodes]
-    title = f"What each link carried: {topology.describe()}"
+    title = f"Traffic of each link: {topology.describe()}"
     return draw_cluster(title, nodes, carried(ledger, across=False), carried(ledger, across=True))
 
 
 def carried(ledger: Ledger, *, across: bool) -> Carried:
-    """What this rank sent inside its node, or across; weights and gradients apart."""
+    """Return the bytes that this rank sent inside its node, or across nodes, for weights and gradients."""
     sent: dict[str, int] = {}
     for key, traffic in ledger.rows():
         share = traffic.across_bytes if across else traffic.wire_bytes - traffic.across_bytes
@@ -88,31 +88,33 @@ def carried(ledger: Ledger, *, across: bool) -> Carried:
 def totals_chart(ledger: Ledger) -> Chart:
     sent, baseline = ledger.total().across_bytes, ledger.baseline_total().across_bytes
     rows = [
-        Bar("16-bit FSDP2, the same calls", size(baseline), (Part(baseline, PLAIN, f"{baseline:,} bytes"),)),
-        Bar("zeropp", size(sent), (Part(sent, OURS, f"{sent:,} bytes"),), stands_out=True),
+        Bar(
+            "16-bit FSDP2, the same calls", size(baseline), (BarPart(baseline, PLAIN, f"{baseline:,} bytes"),)
+        ),
+        Bar("zeropp", size(sent), (BarPart(sent, OURS, f"{sent:,} bytes"),), stands_out=True),
     ]
     return bars("Across nodes, from this rank (bytes)", rows, "bytes")
 
 
 def units_chart(ledger: Ledger) -> Chart:
-    """Every unit's bytes by link."""
+    """Chart the bytes of every unit by kind of link."""
     colors = {"in-node link": WORK_COLORS["in-node link"], "across link": WORK_COLORS["across link"]}
     rows = []
     for unit in _units(ledger):
         sent = ledger.total(unit=unit)
         inside = sent.wire_bytes - sent.across_bytes
         parts = (
-            Part(
+            BarPart(
                 sent.across_bytes, colors["across link"], f"{unit}: {sent.across_bytes:,} bytes across nodes"
             ),
-            Part(inside, colors["in-node link"], f"{unit}: {inside:,} bytes inside the node"),
+            BarPart(inside, colors["in-node link"], f"{unit}: {inside:,} bytes inside the node"),
         )
         rows.append(Bar(unit, size(sent.wire_bytes), parts))
     return bars("Sent by this rank, per unit (bytes)", rows, "bytes", colors)
 
 
 def total_lines(ledger: Ledger) -> list[list[str]]:
-    """A header, and each unit against 16-bit FSDP2."""
+    """Return a header, and the bytes of each unit against 16-bit FSDP2."""
     lines = [list(TOTALS)]
     for unit in [*_units(ledger), None]:
         sent = ledger.total(unit=unit).across_bytes
@@ -123,7 +125,7 @@ def total_lines(ledger: Ledger) -> list[list[str]]:
 
 
 def sent_lines(ledger: Ledger) -> list[list[str]]:
-    """A header, and every counter of the ledger."""
+    """Return a header, and every row of the ledger."""
     return [list(SENT)] + [
         [*key, f"{traffic.calls:,}", f"{traffic.wire_bytes:,}", f"{traffic.across_bytes:,}"]
         for key, traffic in ledger.rows()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ... import Config
-from ..strategies import Strategy
-
-PRESETS = {"": Config(), ".four_bit": Config.four_bit(), ".paper": Config.paper(), ".wire16": Config.wire16()}
+from ..strategies import PRESETS, Strategy, preset_code
 
 
 def snippet(strategy: Strategy) -> str:
@@ -46,8 +44,8 @@ def config_code(config: Config) -> str:
     ('Config.four_bit()', "Config(weights='bf16')")
     """
     for name, preset in PRESETS.items():
-        if config == preset:
-            return f"Config{name}()"
+        if config == preset():
+            return preset_code(name)
     given = {field.name: getattr(config, field.name) for field in fields(Config)}
     changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(Config(), name)]
     return f"Config({', '.join(changed)})"

@@ -1,4 +1,4 @@
-"""Results for people: tables for the terminal, and a report in one HTML file."""
+"""Reports of results: tables for the terminal, and pages of one HTML file."""
 
 from .bench_page import render_bench
 from .bench_tables import bench_tables

@@ -1,4 +1,4 @@
-"""The benchmark's report: one HTML page that needs nothing else."""
+"""Report of the benchmark as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..pages import (
     PART_COLORS,
     STRATEGY_COLORS,
     Bar,
+    BarPart,
     Chart,
     Line,
-    Part,
     bars,
     figure,
     figures,
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def render_bench(results: Results) -> str:
-    """The page of a whole run."""
+    """Return the page of a benchmark."""
     sections = [paragraph(f"{results.describe()}.")]
     for count in results.micro_batches():
         sections += [
@@ -38,7 +38,7 @@ def render_bench(results: Results) -> str:
             table([list(COLUMNS), *main_lines(results, count)], _class_of),
         ]
     sections += [
-        "<h2>What a reader should know</h2>",
+        "<h2>Conclusions</h2>",
         items(verdicts(results)),
         paragraph(f"{EXPLANATION}.", "note"),
     ]
@@ -52,20 +52,20 @@ def render_bench(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """The result in words: our default against the baseline, and who is faster than it."""
+    """Return the result in words: zeropp's default against the baseline, and any faster strategy."""
     pairs = [
         (ours, theirs)
         for count in results.micro_batches()
         if (ours := results.cell(DEFAULT, count)) and (theirs := results.cell(BASELINE, count))
     ]
     if not pairs:
-        return "Every strategy on one cluster, without a comparison: our default or the baseline was not run"
+        return "Strategies on one cluster, without a comparison: the default or the baseline was not run"
     speed = _range([theirs.median_ms / ours.median_ms for ours, theirs in pairs], "{:.2f}x")
     fewer = _range(
         [theirs.sent_bytes / ours.sent_bytes for ours, theirs in pairs if ours.sent_bytes], "{:.3g}x"
     )
-    said = f"{speed} the throughput of 16-bit FSDP2, {fewer} fewer bytes across nodes"
-    return f"{said}{_loss_in_words(results)}{_faster(results)}"
+    result = f"{speed} the throughput of 16-bit FSDP2, {fewer} fewer bytes across nodes"
+    return f"{result}{_loss_in_words(results)}{_faster(results)}"
 
 
 def _loss_in_words(results: Results) -> str:
@@ -78,18 +78,19 @@ def _loss_in_words(results: Results) -> str:
 
 
 def _faster(results: Results) -> str:
-    """Whoever wins is named, not in the small print."""
-    titles = {}
+    """Name the strategies that are faster than the default."""
+    sentences = {}
     for count in results.micro_batches():
         cells = [(strategy, cell) for strategy, cell in results.measured(count) if cell.step_ms]
         strategy, _ = min(cells, key=lambda pair: pair[1].median_ms)
         if strategy.name != DEFAULT:
-            titles[strategy.title] = f"{strategy.title} is faster with {_per_step(count)}"
-    return "".join(f"; {said}" for said in titles.values())
+            sentences[strategy.title] = f"{strategy.title} is faster with {_per_step(count)}"
+    return "".join(f"; {sentence}" for sentence in sentences.values())
 
 
 def _range(values: list[float], form: str) -> str:
-    """
+    """Format the smallest and the largest value.
+
     >>> _range([2.61, 3.07], "{:.1f}x"), _range([2.0], "{:.1f}x")
     ('2.6x to 3.1x', '2.0x')
     """
@@ -118,22 +119,23 @@ def _chart(
 
 
 def step_chart(results: Results, count: int) -> Chart:
-    """Median step times, with the limit of each strategy as a mark."""
+    """Chart the median step times, with the limit of each strategy as a mark."""
 
     def row(strategy: Strategy, cell: Cell) -> Bar:
         speedup, limit = results.speedup(cell), results.limit_ms(cell)
         text = _duration(cell.median_ms) + ("" if speedup is None else f", {speedup:.2f}x")
         tip = f"{strategy.title}: {cell.median_ms:,.0f} ms a step, limit {limit:,.0f} ms"
-        part = Part(cell.median_ms, STRATEGY_COLORS[strategy.name], tip)
+        part = BarPart(cell.median_ms, STRATEGY_COLORS[strategy.name], tip)
         is_ours = strategy.name == DEFAULT
         return Bar(strategy.title, text, (part,), is_ours, cell.median_ms * cell.spread, limit)
 
-    note = "Shorter is better. x: throughput against the baseline; red: the limit; black: the middle half."
+    note = "Shorter is better. x: throughput relative to the baseline; red: limit; black: middle half."
     return _chart(results, count, "Time of a step (ms)", "ms", row, note)
 
 
 def _duration(step_ms: float) -> str:
-    """
+    """Format a step time.
+
     >>> _duration(275.2), _duration(1275.2), _duration(27_238.0)
     ('275 ms', '1.28 s', '27.2 s')
     """
@@ -144,17 +146,17 @@ def bytes_chart(results: Results, count: int) -> Chart:
     def row(strategy: Strategy, cell: Cell) -> Bar:
         each = cell.sent_bytes / results.parameters
         tip = f"{strategy.title}: {cell.sent_bytes:,.0f} bytes a node and step"
-        part = Part(each, STRATEGY_COLORS[strategy.name], tip)
+        part = BarPart(each, STRATEGY_COLORS[strategy.name], tip)
         return Bar(strategy.title, f"{each:.2f}", (part,), strategy.name == DEFAULT)
 
     title = "Bytes across nodes per parameter and step"
-    note = "Of one node, from the interface counters."
+    note = "Sent by one node, from the interface counters."
     return _chart(results, count, title, "bytes per parameter", row, note)
 
 
 def memory_chart(results: Results, count: int) -> Chart:
     def row(strategy: Strategy, cell: Cell) -> Bar:
-        part = Part(
+        part = BarPart(
             cell.peak_bytes / MIB,
             STRATEGY_COLORS[strategy.name],
             f"{strategy.title}: {cell.model_state_bytes / MIB:,.0f} MiB of it model state, "
@@ -173,7 +175,7 @@ def parts_chart(results: Results, count: int) -> Chart:
             strategy.title,
             f"{sum(cell.parts_ms.values()):,.0f} ms",
             tuple(
-                Part(
+                BarPart(
                     cell.parts_ms.get(part, 0.0),
                     PART_COLORS[part],
                     f"{strategy.title}, {part}: {cell.parts_ms.get(part, 0.0):,.1f} ms",
@@ -186,7 +188,7 @@ def parts_chart(results: Results, count: int) -> Chart:
         for strategy, cell in cells
     ]
     title = f"One profiled step by its parts, {_per_step(count)}"
-    note = "Parts of overlapped lines run beside compute: their sum is longer than the step."
+    note = "Parts of overlapped strategies run concurrently with compute: their sum exceeds the step time."
     return bars(title, rows, "ms", {part: PART_COLORS[part] for part in used}, note)
 
 
@@ -209,7 +211,7 @@ def _numbered(losses: list[float]) -> list[tuple[float, float]]:
 def _how(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     size = results.workload
-    return "<h2>How it was measured</h2>" + paragraph(
+    return "<h2>Measurement</h2>" + paragraph(
         f"{size.layers} layers of width {size.width}, {size.batch} x {size.context} bytes per rank and "
         f"micro-batch, seed {size.seed}; {versions}; took {results.seconds / 60:.0f} minutes."
     )

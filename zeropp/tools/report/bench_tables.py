@@ -1,4 +1,4 @@
-"""The benchmark as rich tables, and as the lines of text that they are made of."""
+"""Tables of the benchmark, as text and as rich tables."""
 
 from __future__ import annotations
 
@@ -25,32 +25,30 @@ COLUMNS = (
 )
 EXPLANATION = (
     "step: median ± half the interquartile range. vs baseline: throughput. limit: compute + wire bytes / "
-    "line rate, or, overlapped, in each phase the longer of the two plus what cannot be hidden; at least "
-    "cores: the CPU time of all ranks / cores of this machine. bytes: sent per node, parameter and step, "
-    "from the interface counters; ledger: what zeropp counted. loss: of a longer run on the same data. "
-    "peak: resident memory of a rank over its start; of which model state (weights, gradients, optimizer)"
-    " and communication state. fp32 lines are as gloo sends them: its reduce-scatter takes twice the "
-    "bytes of a ring. * best of its column. Parts of overlapped lines run beside compute: of them only "
-    "wait takes time from the step"
+    "line rate; with overlap, in each phase the longer of the two plus the part that cannot be hidden; at "
+    "least cores. cores: CPU time of all ranks / cores of this machine. bytes: sent per node, parameter "
+    "and step, from the interface counters. ledger: the same from zeropp's ledger. loss: of a longer run "
+    "on the same data. peak: resident memory of a rank minus that at its start. state: model state "
+    "(weights, gradients, optimizer). comm.: communication state. fp32 strategies use gloo's "
+    "reduce-scatter, which sends twice the bytes of a ring. *: best of its column. Parts of overlapped "
+    "strategies run concurrently with compute: only wait adds to the step time"
 )
 
 
 def bench_tables(results: Results) -> list[Table]:
-    """One table per number of micro-batches, and one of where the time goes for each."""
+    """Return two tables for each number of micro-batches: the results, and the parts of a step."""
     tables = []
     for micro_batches in results.micro_batches():
         title = (
             f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step; {results.describe()}"
         )
         tables.append(as_table(title, [list(COLUMNS), *main_lines(results, micro_batches)]))
-        tables.append(
-            as_table(f"ms of a step in each part ({micro_batches})", parts_lines(results, micro_batches))
-        )
+        tables.append(as_table(f"parts of a step, ms ({micro_batches})", parts_lines(results, micro_batches)))
     return tables
 
 
 def main_lines(results: Results, micro_batches: int) -> list[list[str]]:
-    """Text for every strategy and column; the best of a column has a star."""
+    """Return the text of every strategy and column. The best of a column has a star."""
     measured = [cell for _, cell in results.measured(micro_batches)]
     fastest = min(measured, key=lambda cell: cell.median_ms, default=None)
     fewest = min(measured, key=lambda cell: cell.sent_bytes, default=None)
@@ -87,7 +85,7 @@ def main_lines(results: Results, micro_batches: int) -> list[list[str]]:
 
 
 def parts_lines(results: Results, micro_batches: int) -> list[list[str]]:
-    """A header and the milliseconds of each part that some strategy has."""
+    """Return a header, and the milliseconds of each strategy in every used part."""
     cells = results.measured(micro_batches)
     parts = [part for part in PARTS if any(cell.parts_ms.get(part) for _, cell in cells)]
     lines = [["", *parts]]
@@ -97,7 +95,7 @@ def parts_lines(results: Results, micro_batches: int) -> list[list[str]]:
 
 
 def style_of(title: str) -> str:
-    """How a line stands out."""
+    """Return the rich style of a strategy's line."""
     names = {strategy.title: strategy.name for strategy in STRATEGIES}
     return {DEFAULT: "bold green", BASELINE: "bold"}.get(names.get(title, ""), "")
 

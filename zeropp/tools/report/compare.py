@@ -1,4 +1,4 @@
-"""Training runs side by side, from their metrics files, as text for a table."""
+"""Comparison of training runs, from their metrics files, as tables and sentences."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ COLUMNS = (
     "zeropp keeps MiB",
 )
 EXPLANATION = (
-    "loss: mean of the last ten steps. vs first: of the validation loss, against the first run. bytes: sent "
-    "from node to node, per node and step, from zeropp's ledger; less by: against the first run. tokens/s: "
-    "median step. peak: memory of the rank that took most (on a CPU: resident, over the start); of which "
-    "zeropp keeps node shards, pending gradients and buffers"
+    "loss: mean of the last ten steps. vs first: difference of the validation loss from the first run. "
+    "bytes: sent between nodes, per node and step, from zeropp's ledger. less by: ratio to the first run. "
+    "tokens/s: of the median step. peak: memory of the rank with the most (on a CPU: resident memory minus "
+    "that at the start). zeropp keeps: node shards, pending gradients and buffers, which are part of the "
+    "peak"
 )
 MIB = 2**20
 MUST_MATCH: dict[str, Callable[[Metrics], object]] = {
@@ -38,12 +39,11 @@ MUST_MATCH: dict[str, Callable[[Metrics], object]] = {
     "tokens per step": lambda run: run.steps[-1].tokens,
     "last step": lambda run: run.steps[-1].step,
 }
-"""What a fair comparison has in common."""
+"""Properties that are equal in a fair comparison."""
 
 
 def read_runs(paths: list[Path]) -> dict[str, Metrics]:
-    """Runs by name: the folder of a metrics.jsonl, or the name of the file; whole paths where these are
-    equal."""
+    """Return the runs by name: that of the folder or the file, or the whole path if names repeat."""
     files = [path / FILE_NAME if path.is_dir() else path for path in paths]
     names = [file.parent.name if file.name == FILE_NAME else file.stem for file in files]
     if len(set(names)) < len(names):
@@ -52,7 +52,7 @@ def read_runs(paths: list[Path]) -> dict[str, Metrics]:
 
 
 def compare_lines(runs: Mapping[str, Metrics]) -> list[list[str]]:
-    """A header, and text for every run; the first one is what the others are compared to."""
+    """Return a header, and the text of every run. The first run is the reference for the others."""
     first = next(iter(runs.values()))
     lines = [list(COLUMNS)]
     for name, run in runs.items():
@@ -86,19 +86,19 @@ def compare_table(runs: Mapping[str, Metrics]) -> Table:
 
 
 def differences(runs: Mapping[str, Metrics]) -> list[str]:
-    """What is not the same in all runs, but for what zeropp sends: numbers side by side then mean less."""
-    told = []
-    for what, value_of in MUST_MATCH.items():
+    """Return sentences about properties other than zeropp's Config that differ between the runs."""
+    sentences = []
+    for quantity, value_of in MUST_MATCH.items():
         values = {name: value_of(run) for name, run in runs.items()}
         if len(set(values.values())) > 1:
             each = ", ".join(f"{name} {value}" for name, value in values.items())
-            told.append(f"not the same in all runs: {what} ({each})")
-    return told
+            sentences.append(f"the runs differ in {quantity}: {each}")
+    return sentences
 
 
 def loss_curves(runs: Mapping[str, Metrics], points: int = 8) -> Table:
-    """Losses at a few steps, for the terminal; each the mean of the steps since the one before."""
-    shown = Table(title="training loss, mean over the steps before")
+    """Return a table of losses at a few steps. Each is the mean over the steps since the previous one."""
+    shown = Table(title="training loss, mean over the preceding steps")
     shown.add_column("step", justify="right")
     for name in runs:
         shown.add_column(name, justify="right")
@@ -113,15 +113,15 @@ def loss_curves(runs: Mapping[str, Metrics], points: int = 8) -> Table:
 
 
 def result_sentence(plain: Metrics, ours: Metrics, has_network: bool) -> str:
-    """The demonstration's result: loss, bytes and speed."""
+    """Return the result of the demonstration: loss, bytes and speed."""
     losses = [run.evaluations[-1].validation_loss for run in (ours, plain)]
     fewer = bytes_per_node(plain) / bytes_per_node(ours)
     speed = f"{ours.tokens_per_second / plain.tokens_per_second:.1f}x the tokens per second"
-    learned = f"zeropp: validation loss {losses[0]:.2f} (plain FSDP2 {losses[1]:.2f})"
+    loss = f"zeropp: validation loss {losses[0]:.2f} (plain FSDP2 {losses[1]:.2f})"
     sent = f"{fewer:.1f}x fewer bytes between nodes"
     if has_network:
-        return f"{learned}, {sent}, {speed}."
-    return f"{learned}, {sent}. There is no network to measure here: on local ranks, {speed}."
+        return f"{loss}, {sent}, {speed}."
+    return f"{loss}, {sent}. There is no network to measure here: on local ranks, {speed}."
 
 
 def bytes_per_node(run: Metrics) -> float:

@@ -1,4 +1,4 @@
-"""Training runs side by side, as one HTML file."""
+"""Comparison of training runs as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from ... import Config
 from ..._text import count
-from ..pages import Bar, Chart, Line, Part, bars, colors_of, figure, figures, lines, page, paragraph, table
+from ..pages import Bar, BarPart, Chart, Line, bars, colors_of, figure, figures, lines, page, paragraph, table
 from ..strategies import DEFAULT, STRATEGIES
 from ..train.metrics import Metrics
 from .compare import EXPLANATION, bytes_per_node, compare_lines, differences
 
 SAME = 0.01
-"""Validation losses that differ by less are called the same; the difference stands beside it."""
+"""Relative difference of validation losses below which the headline calls them the same."""
 COMPILER = (
-    "On a CPU, the peak of a run with codecs has the compiler of their kernels in it, numba and LLVM, about "
-    "110 MiB in every rank, or 180 in one that compiles them first, whatever the model; what zeropp "
-    "itself keeps has a column of its own."
+    "On a CPU, the peak of a run with codecs includes the compiler of their kernels, numba and LLVM: about "
+    "110 MiB in every rank, or 180 MiB in the rank that compiles them first, for any model. The state of "
+    "zeropp has a separate column."
 )
 
 
 def render_compare(runs: Mapping[str, Metrics], title: str = "zeropp compare") -> str:
-    """A page with the result in words, bytes and losses, the table, and what each run was."""
+    """Return a page with the result in words, charts, the table, and a description of each run."""
     colors = dict(zip(runs, colors_of(strategy_of(run) for run in runs.values()), strict=True))
     sections = [figures(bytes_chart(runs, colors), loss_chart(runs, colors))]
     sections += [
@@ -40,7 +40,7 @@ def render_compare(runs: Mapping[str, Metrics], title: str = "zeropp compare") -
 
 
 def headline(runs: Mapping[str, Metrics]) -> str:
-    """The result in words: the last run against the first."""
+    """Return the result in words: the last run against the first."""
     (first_name, first), (name, run) = next(iter(runs.items())), list(runs.items())[-1]
     if run is first:
         return f"{first_name}: loss {first.steps[-1].loss:.4f} after {first.steps[-1].step} steps"
@@ -57,7 +57,7 @@ def headline(runs: Mapping[str, Metrics]) -> str:
 
 
 def strategy_of(run: Metrics) -> str | None:
-    """The name of what the run sent, whatever its nodes are; None: it has no name."""
+    """Return the name of the run's strategy, for any node_size, or None if its Config has no name."""
     config = run.info.config["zeropp"]
     if config == "auto":
         return "auto"
@@ -74,7 +74,7 @@ def _class_of(runs: Mapping[str, Metrics], name: str) -> str:
 
 
 def _describe(runs: Mapping[str, Metrics]) -> list[str]:
-    """What each run was."""
+    """Describe the model, the ranks and the Config of each run."""
     texts = []
     for name, run in runs.items():
         versions = ", ".join(f"{package} {number}" for package, number in run.info.versions.items())
@@ -96,7 +96,7 @@ def bytes_chart(runs: Mapping[str, Metrics], colors: Mapping[str, str]) -> Chart
     for name, run in runs.items():
         sent = bytes_per_node(run)
         each = sent / run.info.parameters
-        part = Part(each, colors[name], f"{name}: {sent:,.0f} bytes a node and step")
+        part = BarPart(each, colors[name], f"{name}: {sent:,.0f} bytes a node and step")
         rows.append(Bar(name, f"{each:.2f}", (part,), strategy_of(run) == DEFAULT))
     return bars("Bytes across nodes, per node, parameter and step", rows, "bytes per parameter")
 

@@ -1,4 +1,4 @@
-"""A plan as rich tables, and as the lines of text that they are made of."""
+"""Tables of a plan, as text and as rich tables."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from .bench_tables import as_table
 
 COLUMNS = ("", "step ms", "tokens/s", "TFLOPs", "across", "memory GiB", "waits most for")
 EXPLANATION = (
-    "step: predicted time of an optimizer step. TFLOPs: per rank, recomputation included. across: sent by a "
-    "node to others in a step. The split of a step is its longest path: what it waits for, after overlap."
+    "step: predicted time of an optimizer step. TFLOPs: per rank, including recomputation. across: sent by a "
+    "node to others in a step. waits most for: kind of work with the largest exposed time, which is its time "
+    "on the critical path after overlap."
 )
 
 
 def plan_tables(plan: Plan) -> list[Table]:
-    """The strategies, the split of each one's step, memory, and the sweep."""
+    """Return tables of the strategies, their critical paths, their memory, and the sweep."""
     tables = [
         as_table(f"{plan.subject}, on {plan.hardware.name}", strategy_lines(plan.strategies)),
-        as_table("what a step waits for, ms", split_lines(plan.strategies)),
-        as_table("memory of a rank at its peak, GiB", memory_lines(plan.strategies)),
+        as_table("critical path of a step, ms", split_lines(plan.strategies)),
+        as_table("peak memory of a rank, GiB", memory_lines(plan.strategies)),
     ]
     if plan.points:
         tables += [
@@ -75,7 +76,7 @@ def memory_lines(strategies: tuple[PlannedStrategy, ...]) -> list[list[str]]:
 
 
 def sweep_lines(points: tuple[Point, ...]) -> dict[int, list[list[str]]]:
-    """Lines of a table for each number of nodes: strategies against link rates."""
+    """Return the lines of a table for each number of nodes: strategies against link rates."""
     rates = sorted({point.link_gbit_s for point in points})
     titles = list(dict.fromkeys(point.title for point in points))
     found = {(point.title, point.nodes, point.link_gbit_s): point for point in points}

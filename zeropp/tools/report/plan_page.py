@@ -1,4 +1,4 @@
-"""A plan as one HTML file, with steps of the best strategies and of plain FSDP2 on one axis."""
+"""Report of a plan as a self-contained HTML page, with timelines of the best strategies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from ..pages import (
     STRATEGY_COLORS,
     WORK_COLORS,
     Bar,
+    BarPart,
     Chart,
     Line,
-    Part,
     Phase,
     Span,
     Step,
@@ -30,11 +30,11 @@ from ..strategies import DEFAULT
 from .plan import EXPLANATION, memory_lines, split_lines, strategy_lines, sweep_lines
 
 SHOWN_STEPS = 2
-"""Steps that are drawn, of the best strategies; that of plain FSDP2 comes on top."""
+"""Number of best strategies whose steps are drawn, below that of plain FSDP2."""
 
 
 def render_plan(plan: Plan) -> str:
-    """The plan as an HTML page."""
+    """Return the plan as an HTML page."""
     titles = {planned.strategy.title: planned.strategy.name for planned in plan.strategies}
 
     def class_of(title: str) -> str:
@@ -49,18 +49,18 @@ def render_plan(plan: Plan) -> str:
         paragraph(EXPLANATION, "note"),
     ]
     if plan.points:
-        sections.append("<h2>Throughput against link rate and nodes</h2>")
+        sections.append("<h2>Throughput by link rate and nodes</h2>")
         sections.append(figures(*sweep_charts(plan.points)))
         for nodes, text in sweep_lines(plan.points).items():
             sections += [f"<h3>Tokens per second, {nodes} nodes</h3>", table(text)]
-    sections += ["<h2>What a step waits for, ms</h2>", table(split_lines(plan.strategies), class_of)]
-    sections += ["<h2>Memory of a rank at its peak, GiB</h2>", table(memory_lines(plan.strategies), class_of)]
+    sections += ["<h2>Critical path of a step, ms</h2>", table(split_lines(plan.strategies), class_of)]
+    sections += ["<h2>Peak memory of a rank, GiB</h2>", table(memory_lines(plan.strategies), class_of)]
     sections.append(paragraph(f"{plan.hardware.name}: {plan.hardware.source}.", "note"))
     return page("zeropp plan", headline(plan), sections)
 
 
 def headline(plan: Plan) -> str:
-    """The result in words: the first strategy against plain FSDP2."""
+    """Return the result in words: the first strategy against plain FSDP2."""
     best, plain = plan.strategies[0], _plain(plan)
     step = f"{best.step_seconds * 1e3:,.0f} ms a step"
     if plain is None:
@@ -83,7 +83,7 @@ def step_chart(plan: Plan) -> Chart:
         strategy, step_ms = planned.strategy, planned.step_seconds * 1e3
         fits = "" if planned.fits else ", does not fit"
         tip = f"{strategy.title}: {planned.timeline.tokens_per_second:,.0f} tokens/s"
-        part = Part(step_ms, STRATEGY_COLORS[strategy.name], tip)
+        part = BarPart(step_ms, STRATEGY_COLORS[strategy.name], tip)
         rows.append(Bar(strategy.title, f"{step_ms:,.1f} ms{fits}", (part,), strategy.name == DEFAULT))
     return bars("Time of a step (ms)", rows, "ms", note="Shorter is better.")
 
@@ -92,17 +92,17 @@ def bytes_chart(plan: Plan) -> Chart:
     rows = []
     for planned in plan.strategies:
         strategy, sent = planned.strategy, planned.sent_bytes
-        part = Part(sent / 1e9, STRATEGY_COLORS[strategy.name], f"{strategy.title}: {sent:,.0f} bytes")
+        part = BarPart(sent / 1e9, STRATEGY_COLORS[strategy.name], f"{strategy.title}: {sent:,.0f} bytes")
         rows.append(Bar(strategy.title, f"{sent / 1e9:,.3g} GB", (part,), strategy.name == DEFAULT))
     return bars("Sent by a node to others in a step (GB)", rows, "GB")
 
 
 def timeline_chart(plan: Plan) -> Chart:
-    """The step of plain FSDP2, and those of the best, on one axis."""
+    """Chart the steps of plain FSDP2 and of the best strategies on one axis."""
     plain = _plain(plan)
     best = [planned for planned in plan.strategies if planned is not plain][:SHOWN_STEPS]
     shown = [_step(planned) for planned in ([] if plain is None else [plain]) + best]
-    return timelines("One step, what runs when (ms)", shown, LANES, WORK_COLORS)
+    return timelines("Timeline of one step (ms)", shown, LANES, WORK_COLORS)
 
 
 def _step(planned: PlannedStrategy) -> Step:
@@ -118,7 +118,7 @@ def _step(planned: PlannedStrategy) -> Step:
 
 
 def sweep_charts(points: tuple[Point, ...]) -> list[Chart]:
-    """Throughput against links on most nodes, and against nodes on the slowest and the fastest link."""
+    """Chart throughput by link rate on most nodes, and by nodes on the slowest and the fastest link."""
     nodes, rates = {point.nodes for point in points}, {point.link_gbit_s for point in points}
     charts = []
     if len(rates) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -17,18 +17,11 @@ import tyro
 
 from ... import Config
 from ..models.loading import ModelConfig
+from ..strategies import PRESETS, PresetName
 from .data import DataConfig
 from .read_config import read
 
-Preset = Literal["default", "four-bit", "paper", "wire16", "fsdp2", "auto"]
-PRESETS: dict[str, Callable[..., Config]] = {
-    "default": Config,
-    "four-bit": Config.four_bit,
-    "paper": Config.paper,
-    "wire16": Config.wire16,
-    "fsdp2": Config.off,
-}
-"""Presets by the names of tools/strategies.py: all but "auto", which no key can change."""
+Preset = Literal[PresetName, "auto"]
 
 
 @dataclass(frozen=True)

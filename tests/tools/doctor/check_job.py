@@ -1,4 +1,4 @@
-"""Checks of the doctor as a job of ranks, with or without a fault."""
+"""Checks of the doctor on ranks of the test pool, with or without an injected fault."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import HANG_SECONDS, Ranks
-from zeropp.tools.doctor.check import Check, Result, Settings, Visit, examine
+from zeropp.tools.doctor.check import Check, CheckReport, DoctorSettings, Session, run_checks
 
 Fault = Callable[[], AbstractContextManager[object]]
-"""Something that goes wrong while the context is entered."""
+"""A context in which something is wrong."""
 
 
 def run(
     ranks: Ranks,
-    checks: Callable[[Settings], Iterable[Check]],
+    checks: Callable[[DoctorSettings], Iterable[Check]],
     fault: Fault = nullcontext,
     on_ranks: tuple[int, ...] = (),
     node_size: int | None = 2,
@@ -26,24 +26,24 @@ def run(
     world: int = 4,
     device: str = "cpu",
     env: dict[str, str] | None = None,
-) -> list[dict[str, Result]]:
-    """Run checks, all or those of these names, with a fault on some ranks; on each, the results by name."""
-    job = (visit, checks, fault, on_ranks, node_size, names, device)
+) -> list[dict[str, CheckReport]]:
+    """Run all checks or those named, with a fault on some ranks. Return the reports of each rank by name."""
+    job = (run_on_rank, checks, fault, on_ranks, node_size, names, device)
     return ranks.run(*job, world=world, env=env)
 
 
-def visit(
-    checks: Callable[[Settings], Iterable[Check]],
+def run_on_rank(
+    checks: Callable[[DoctorSettings], Iterable[Check]],
     fault: Fault,
     on_ranks: tuple[int, ...],
     node_size: int | None,
     names: tuple[str, ...],
     device: str,
-) -> dict[str, Result]:
-    settings = Settings(node_size=node_size)
+) -> dict[str, CheckReport]:
+    settings = DoctorSettings(node_size=node_size)
     chosen = [check for check in checks(settings) if not names or check.name in names]
-    here = Visit.begin(settings, HANG_SECONDS)
-    here.world = replace(here.world, device=torch.device(device))
+    session = Session.begin(settings, HANG_SECONDS)
+    session.world = replace(session.world, device=torch.device(device))
     with fault() if dist.get_rank() in on_ranks else nullcontext():
-        results = examine(chosen, here)
-    return {result.name: result for result in results}
+        reports = run_checks(chosen, session)
+    return {report.name: report for report in reports}
