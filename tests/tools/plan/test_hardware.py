@@ -26,7 +26,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'lab.json', and this file does not exist"):
+    with pytest.raises(ValueError, match=r"'lab.json', and there is no such file"):
         find_hardware("lab.json")
 
 

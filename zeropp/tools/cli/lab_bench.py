@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ..atomic_files import check_file, write_file
 from ..bench.results import Results, verdicts
-from ..bench.run import Settings, run_bench
+from ..bench.run import BenchSettings, run_bench
 from ..report import bench_tables, render_bench
 from ..report.bench_tables import EXPLANATION
 from .options import read_options
@@ -26,7 +26,7 @@ class Options:
 
     Builds a cluster of network namespaces, finds the link rate of the regime, and takes minutes."""
 
-    settings: Annotated[Settings, tyro.conf.arg(name="")]
+    settings: Annotated[BenchSettings, tyro.conf.arg(name="")]
     json: Path = Path("bench.json")
     """Where the numbers go; also those of a run that is interrupted."""
     html: Path = Path("bench.html")
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _run(settings: Settings, console: Console, path: Path) -> Results:
+def _run(settings: BenchSettings, console: Console, path: Path) -> Results:
     """Run, and save what there is now and then: `--show` works on an interrupted run, too."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
     with Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=600) as progress:

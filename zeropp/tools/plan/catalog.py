@@ -120,7 +120,7 @@ def find_hardware(name: str) -> Hardware:
         return CATALOG[name]
     if Path(name).suffix in (".json", ".toml"):
         if not Path(name).is_file():
-            raise ValueError(f"hardware is {name!r}, and this file does not exist")
+            raise ValueError(f"hardware is {name!r}, and there is no such file")
         return Hardware.load(Path(name))
     raise ValueError(
         f"hardware is {name!r}; expected one of {', '.join(CATALOG)}, or a .json or .toml file, such as one "

@@ -124,7 +124,7 @@ class Hardware:
         value: float | None = getattr(self, name)
         if value is None:
             raise ValueError(
-                f"{name} of hardware {self.name!r} is unknown ({self.source}); set it with "
+                f"{name} of hardware {self.name!r} is not known ({self.source}); set it with "
                 f"--{name.replace('_', '-')}, or run zeropp doctor on nodes with such a link"
             )
         return value
