@@ -95,6 +95,7 @@ class Cluster:
         self.rootless = False
         self._network: subprocess.Popen[str] | None = None
         self._namespace_fds: list[int] = []
+        self._addresses: list[str] = []
         self._jobs = 0
         self._lock = threading.Lock()
 
@@ -120,6 +121,7 @@ class Cluster:
             self.folder.mkdir(mode=0o700)
             built = self._read_answer()
             self.rootless, self._namespace_fds = built["rootless"], built["namespace_fds"]
+            self._addresses = built["addresses"]
             for node, link in enumerate(self.links):
                 self._request({"do": "set", "node": node, **link.request()})
         except BaseException:
@@ -193,7 +195,8 @@ class Cluster:
         return [*enter, owner, namespace_fd, str(int(self.rootless)), *command]
 
     def address(self, node: int) -> str:
-        return f"10.77.{self._check_node(node) // 250}.{node % 250 + 1}"
+        """Return the IP address of a node."""
+        return self._addresses[self._check_node(node)]
 
     def counters(self) -> list[LinkCounters]:
         """Return the kernel's counters of every node's link."""

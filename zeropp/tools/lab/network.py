@@ -19,8 +19,8 @@ both. The user is mapped to itself, so programs in the lab have the same user an
 [Note: Sizes]
 A shaper with a large bucket would send short messages at any speed. The bucket is therefore 32 KiB, or 100 us
 at high rates. Packets (with GSO the kernel moves many frames as one) are smaller than the bucket, because tbf
-would split larger ones. The queue has room for all bytes that TCP may have in flight, so that links lose only
-the packets that `loss_percent` asks for.
+would split larger ones. The queue has room for all bytes that TCP may have in flight, so links lose packets
+only because of `loss_percent`.
 
 Protocol: one JSON object per line, and one per answer. {"do": "set", "node": 0, "rate_bit_s": ...,
 "delay_us": ..., "loss_percent": ...}, {"do": "up" | "down", "node": 0}, {"do": "counters"}, {"do": "kill"}.
@@ -273,7 +273,8 @@ def main(nodes: int) -> None:
         return
     fds = [node.namespace_fd for node in network.nodes]
     try:
-        _send({"rootless": rootless, "namespace_fds": fds})
+        addresses = [address(number) for number in range(nodes)]
+        _send({"rootless": rootless, "namespace_fds": fds, "addresses": addresses})
         for line in sys.stdin:
             try:
                 answer: dict[str, Any] = {"result": _answer(network, json.loads(line))}

@@ -107,7 +107,7 @@ class _FakeStep:
         config = Config.off() if strategy.config is None else strategy.config
         self._zpp = apply(self._model, replace(config, node_size=scenario.ranks_per_node))
         self._set_sync = strategy.sync_switch(self._model, self._zpp)
-        # One optimizer per unit costs as much as one for all units, and tells the recorder the unit. Fused,
+        # One optimizer per unit costs as much as one for all, and its operations count for the unit. Fused,
         # because other implementations read the step number from a tensor, and fake tensors have no content.
         self._optimizers = {
             comms.unit.name: torch.optim.AdamW(comms.unit.params, fused=True)
