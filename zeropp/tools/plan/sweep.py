@@ -51,7 +51,7 @@ class Point:
     tokens_per_second: float
     """Tokens per second of all ranks."""
     tflops: float
-    """TFLOPs per second of one rank over the whole step, recomputation included."""
+    """TFLOP/s of one rank over the whole step, recomputation included."""
 
 
 def sweep(

@@ -129,7 +129,7 @@ class Timeline:
 
     @property
     def tflops(self) -> float:
-        """TFLOPs per second of one rank over the whole step, recomputation included."""
+        """TFLOP/s of one rank over the whole step, recomputation included."""
         return self.trace.flops / self.step_seconds / 1e12
 
 
@@ -187,9 +187,9 @@ class _TimelineBuilder:
 
     def _gather(self, gather: Gather) -> None:
         if self._phase == "forward":
-            ready = self._copied_out[-2:-1]
+            ready = self._copied_out[-2:-1]  # of the gather before the last one: two are in flight
         else:
-            if self._last_gathered is not None:
+            if self._last_gathered is not None:  # the prefetch starts after these weights have arrived
                 self._use(self._last_gathered)
             ready = self._copied_out[-1:]
         stream = self._stream("gather")
