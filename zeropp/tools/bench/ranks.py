@@ -96,7 +96,7 @@ class Ranks:
             raise StrategyError(failures[0].traceback.strip().splitlines()[-1])
         if failures:
             raise self._failure(f"{name} failed on some ranks: {failures}")
-        answers = []
+        answers: list[AnswerT] = []
         for _, answer in sorted(outcomes.items()):
             assert isinstance(answer, answer_type)
             answers.append(answer)
