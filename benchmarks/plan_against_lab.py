@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zeropp.tools.bench.results import Results
-from zeropp.tools.bench.run import Settings, run_bench
+from zeropp.tools.bench.run import BenchSettings, run_bench
 from zeropp.tools.bench.workload import Workload
 from zeropp.tools.lab import Cluster
 from zeropp.tools.lab.link_properties import format_rate
@@ -68,7 +68,7 @@ def measure(options: Options, workload: Workload, folder: Path) -> Hardware:
 
 
 def bench(options: Options, folder: Path, console: Console) -> Results:
-    settings = Settings(
+    settings = BenchSettings(
         options.nodes,
         options.ranks_per_node,
         link=options.link,

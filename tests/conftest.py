@@ -7,10 +7,10 @@ from hypothesis import settings
 from tests.examples import SUITE
 from tests.ranks import Ranks
 from zeropp.tools.amx import cap_onednn
-from zeropp.tools.lab.enter_node import interrupt_nobody
+from zeropp.tools.lab.enter_node import use_batch_scheduling
 
 cap_onednn()  # in every process that tests start: the same bits with and without AMX, and no SIGILL
-interrupt_nobody()  # tests start ranks as a lab does: more than there are cores
+use_batch_scheduling()  # tests start ranks as a lab does: more than there are cores
 settings.load_profile(SUITE)  # before --hypothesis-profile, which loads another one
 
 LONG = (

@@ -1,4 +1,4 @@
-"""Results as a benchmark would leave them, with round numbers."""
+"""Results of a benchmark, with round numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ MIB = 2**20
 
 
 def sample_results() -> Results:
-    """1M parameters on 80 Mbit/s links: a byte per parameter takes 100 ms. Compute takes 100 ms, too."""
+    """Return results for 1M parameters on 80 Mbit/s links. One byte per parameter takes 100 ms, and so does
+    compute."""
     results = Results(
         nodes=2,
         ranks_per_node=2,

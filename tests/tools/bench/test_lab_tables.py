@@ -1,4 +1,4 @@
-"""Tables of measured steps in README and docs are what benchmarks/lab_tables.py makes of docs/data."""
+"""Tables of measured steps in README and docs are the output of benchmarks/lab_tables.py for docs/data."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ def test_parts_of_a_step_add_up() -> None:
         events=lambda: [
             event(str(Label("all_gather", "encode", "a")), 0, 1000),
             event(str(Label("all_gather", "across", "a")), 1000, 4000),
-            event("gloo:all_gather", 1100, 3900),  # is inside our label: counted once
+            event("gloo:all_gather", 1100, 3900),  # inside our label, so it counts once
             event("aten::mm", 4000, 6000),
             event("gloo:all_reduce", 6000, 8000),
-            event("gloo:all_reduce", 7000, 9000),  # overlaps: waited for once
+            event("gloo:all_reduce", 7000, 9000),  # overlaps, so the common part counts once
         ]
     )
     parts = split_step(profiler, step_ms=10.0)
@@ -49,10 +49,10 @@ def test_parts_of_a_step_add_up() -> None:
     )
 
 
-def test_hops_beside_compute_take_only_what_is_waited_for() -> None:
+def test_hops_that_overlap_compute_take_only_the_wait() -> None:
     profiler = SimpleNamespace(
         events=lambda: [
-            event(str(Label("all_gather", "across", "a")), 0, 6000),  # in a lane
+            event(str(Label("all_gather", "across", "a")), 0, 6000),  # in a communication thread
             event("aten::mm", 0, 5000),
             event(str(Label("all_gather", "wait", "a")), 5000, 6000),
             event("aten::mm", 6000, 8000),

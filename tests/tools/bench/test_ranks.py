@@ -1,4 +1,4 @@
-"""Ranks that fail: the caller hears of it, whether all of them do or only one."""
+"""Failures of ranks raise an error in the caller: a failure of all ranks, and the end of one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def call_after_the_ranks_were_killed(cluster: Cluster) -> None:
     with Ranks(cluster) as ranks:
         with pytest.raises(StrategyError, match="node_size is 3, which does not divide the 2 ranks"):
             ranks.build(Strategy("bad", "", Config(node_size=3)), TINY)
-        built = ranks.build(find_strategy("wire16"), TINY)  # the ranks are still there
+        built = ranks.build(find_strategy("wire16"), TINY)  # the ranks still run
         assert built[0] == built[1]
         cluster._kill()
         ranks.take_steps(count=1, micro_batches=1)

@@ -1,10 +1,10 @@
-"""The benchmark, small and whole, on real links."""
+"""Small benchmarks on real links."""
 
 from __future__ import annotations
 
 import pytest
 
-from zeropp.tools.bench.run import Settings, run_bench
+from zeropp.tools.bench.run import BenchSettings, run_bench
 from zeropp.tools.bench.workload import Workload
 
 SMALL = Workload(layers=2, width=128, context=32, batch=1)
@@ -16,7 +16,7 @@ def test_a_small_benchmark_measures_every_strategy() -> None:
     saved: list[int] = []
     strategies = ("fsdp2", "wire16", "wire16-accumulate", "hsdp", "default")
     results = run_bench(
-        Settings(
+        BenchSettings(
             link="500mbit",
             micro_batches=(1, 2),
             strategies=strategies,
@@ -58,7 +58,7 @@ def test_a_small_benchmark_measures_every_strategy() -> None:
 
 
 def test_a_strategy_that_chooses_does_so_before_it_is_measured() -> None:
-    settings = Settings(
+    settings = BenchSettings(
         ranks_per_node=1,
         link="1gbit",
         micro_batches=(1,),
@@ -72,12 +72,12 @@ def test_a_strategy_that_chooses_does_so_before_it_is_measured() -> None:
     assert len(cell.step_ms) == 4
 
 
-def test_settings_that_make_no_sense_are_named() -> None:
+def test_invalid_settings_are_named() -> None:
     with pytest.raises(ValueError, match="regime is 'glacial'; expected one of paper, slow, fast"):
-        Settings(regime="glacial")  # type: ignore[arg-type]
+        BenchSettings(regime="glacial")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a benchmark needs a rate"):
-        Settings(link="unlimited")
+        BenchSettings(link="unlimited")
     with pytest.raises(ValueError, match=r"micro_batches is \(0,\)"):
-        Settings(micro_batches=(0,))
+        BenchSettings(micro_batches=(0,))
     with pytest.raises(ValueError, match="strategy is 'x'"):
-        Settings(strategies=("x",))
+        BenchSettings(strategies=("x",))

@@ -1,4 +1,4 @@
-"""Strategies in training, on local ranks that play two nodes."""
+"""Strategies in training, on local ranks that act as two nodes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import Ranks
-from zeropp.tools.bench.training import Training, start_training
+from zeropp.tools.bench.training import BenchTraining, start_training
 from zeropp.tools.bench.workload import Workload
 from zeropp.tools.strategies import find_strategy
 
 TINY = Workload(layers=1, width=64, context=16, batch=2)
 
 
-def start(name: str) -> Training:
+def start(name: str) -> BenchTraining:
     strategy = find_strategy(name)
     if strategy.config is not None:  # all local ranks are on one host
         strategy = replace(strategy, config=replace(strategy.config, node_size=2))
@@ -56,8 +56,9 @@ def test_strategies_start_with_the_same_model_and_data(ranks: Ranks) -> None:
             assert ours == pytest.approx(theirs, rel=0.02)
 
 
-def test_a_strategy_syncs_when_it_says(ranks: Ranks) -> None:
-    """The default crosses nodes once per step, a 16-bit wire with every micro-batch, or its weights only."""
+def test_strategies_synchronize_per_step_or_per_micro_batch(ranks: Ranks) -> None:
+    """The default sends across nodes once per step. wire16 sends in every micro-batch, and
+    wire16-accumulate sends only its weights in every micro-batch."""
     once, several = (ranks.run(sent_in_second_step, "default", count)[0] for count in (1, 3))
     assert 0 < once == several
     once, several = (ranks.run(sent_in_second_step, "wire16", count)[0] for count in (1, 3))
@@ -66,7 +67,7 @@ def test_a_strategy_syncs_when_it_says(ranks: Ranks) -> None:
     assert once < weights_only < several
 
 
-def test_hsdp_keeps_the_state_of_a_node_on_every_node(ranks: Ranks) -> None:
+def test_hsdp_has_the_whole_state_on_every_node(ranks: Ranks) -> None:
     (plain, *_), (replicated, *_) = (ranks.run(state_bytes, name) for name in ("fsdp2", "hsdp"))
     assert replicated == pytest.approx(2 * plain, rel=0.02)
 

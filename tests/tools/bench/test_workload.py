@@ -19,7 +19,7 @@ def test_the_model_of_the_published_figures_keeps_its_size() -> None:
 def test_data_depend_on_the_seed_and_the_rank() -> None:
     tokens, targets = Data(SMALL, rank=1).next()
     assert tokens.shape == targets.shape == (3, 16)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])  # what is next
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])  # targets are the next bytes
     assert torch.equal(tokens, Data(SMALL, rank=1).next()[0])
     assert not torch.equal(tokens, Data(SMALL, rank=0).next()[0])
     assert not torch.equal(tokens, Data(replace(SMALL, seed=1), rank=1).next()[0])
@@ -31,12 +31,12 @@ def test_the_loss_is_the_mean_over_all_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"width": 100}, "width is 100; expected a multiple of 64"),
         ({"layers": 0}, "layers is 0; expected a positive number"),
     ],
 )
-def test_sizes_that_make_no_sense_are_named(changes: dict[str, int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_invalid_sizes_are_named(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         replace(SMALL, **changes)

@@ -97,8 +97,8 @@ CASES = [
     (PLAN + " --html {}/empty", "empty cannot be written: it is a folder"),
     (PLAN + " --json {}/empty", "empty cannot be written: it is a folder"),
     (PLAN + " --trace /proc/trace.json", "/proc/trace.json cannot be written"),
-    (PLAN + " --hardware {}/list.json", "list.json is no hardware file"),
-    (PLAN + " --hardware {}/bytes.json", "bytes.json is no hardware file"),
+    (PLAN + " --hardware {}/list.json", "list.json is not a hardware file"),
+    (PLAN + " --hardware {}/bytes.json", "bytes.json is not a hardware file"),
     (PLAN + " --hardware {}/folder.json", "folder.json', and there is no such file"),
     (
         PLAN + " --model users_broken:build",
@@ -112,9 +112,15 @@ CASES = [
     ("lab run --nodes 0 -- train.py", "nodes is 0"),
     ("lab bench --nodes 1", "nodes is 1; expected two or more"),
     ("lab bench --show {}/nowhere.json --html {}/b.html", "nowhere.json cannot be read"),
-    ("lab bench --show {}/other.json --html {}/b.html", "other.json holds something else ('workload')"),
-    ("lab bench --show {}/list.json --html {}/b.html", "list.json holds something else"),
-    ("lab bench --show {}/bytes --html {}/b.html", "bytes holds something else"),
+    (
+        "lab bench --show {}/other.json --html {}/b.html",
+        "other.json is not a JSON file from",
+    ),
+    (
+        "lab bench --show {}/list.json --html {}/b.html",
+        "list.json is not a JSON file from",
+    ),
+    ("lab bench --show {}/bytes --html {}/b.html", "bytes is not a JSON file from"),
     ("lab bench --json {}/empty", "empty cannot be written: it is a folder"),
     ("lab bench --html {}/empty", "empty cannot be written: it is a folder"),
 ]

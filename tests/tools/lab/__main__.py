@@ -1,5 +1,5 @@
-"""python -m tests.lab FOLDER RUN...: see steps.py."""
+"""python -m tests.tools.lab FOLDER RUN...: see steps.py."""
 
 from zeropp.tools.quick_import import import_quickly
 
-import_quickly("tests.lab.steps").main()
+import_quickly("tests.tools.lab.steps").main()

@@ -1,4 +1,4 @@
-"""Layers with adapters, for steps.py. As with PEFT, adapters share their units with the frozen base."""
+"""Layers with adapters, for steps.py. As in PEFT, adapters are in the same units as the frozen base."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Adapted(nn.Module):
 
 
 class Lora(nn.Module):
-    """Two units of four layers, and a root unit without anything to train."""
+    """Two units of four layers, and a frozen root unit."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Train a little, on whatever cluster this is started on by torchrun, and write what happened to files.
+"""Program for torchrun: trains for a few steps and writes the results to files.
 
-    python -m tests.lab FOLDER RUN...
+    python -m tests.tools.lab FOLDER RUN...
 
-A run is one of CONFIGS, or one of LORA with the default. With ":" and a word behind it, it waits for the file
-FOLDER/<run> before it starts, so that somebody can change the links first.
+A run is a key of CONFIGS, or a key of LORA, which uses the default. A run with ":" and a suffix waits for the
+file FOLDER/<run> before it starts, so that the test can change the links first.
 
-Each rank writes FOLDER/<run>.<rank>.json: the losses, the seconds of every step, what the ledger counted and
-what the node's interface sent, between the end of the first step and the end of the last.
+Each rank writes FOLDER/<run>.<rank>.json: the losses, the seconds of every step, and the bytes of the ledger
+and of the node's interface from the end of the first step to the end of the last.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WIDTH = 384
 
 
 CUT, DOWN = "default:cut", "default:down"
-"""Runs with a link that somebody takes down after the third step: CUT goes on until it has waited for it,
-DOWN until it gives up."""
+"""Runs in which the test takes a link down after the third step. CUT runs until it has waited for the link,
+DOWN until it times out."""
 STEPS, MOST_STEPS = 5, 500
 TIMEOUT = timedelta(seconds=3)
 
@@ -50,14 +50,14 @@ class Options:
 
 
 class Sent(NamedTuple):
-    """What this node's interface has sent."""
+    """Traffic that this node's interface has sent."""
 
     bytes: int
     packets: int
 
     @classmethod
     def until_now(cls) -> Sent:
-        """From /proc/net/dev, which is of the namespace of whoever reads it, between two steps."""
+        """Read the counters between two steps. /proc/net/dev shows the reader's network namespace."""
         dist.barrier()
         (line,) = (row for row in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in row)
         dist.barrier()
@@ -103,8 +103,8 @@ def train(run: str) -> dict[str, Any]:
     has_waited = False
     for step in range(MOST_STEPS if run in (CUT, DOWN) else STEPS):
         started = time.monotonic()
-        if run == CUT:  # as a part of the step, for this may be what waits
-            has_waited = somebody_waited(seconds[3:])
+        if run == CUT:  # inside the timed step, because this all-reduce may be the one that waits
+            has_waited = any_rank_waited(seconds[3:])
         loss = model.loss(generator)
         loss.backward()
         optimizer.step()
@@ -129,8 +129,8 @@ def train(run: str) -> dict[str, Any]:
     }
 
 
-def somebody_waited(seconds: list[float]) -> bool:
-    """Whether a step took longer than a second: the same on all ranks, though each has times of its own."""
+def any_rank_waited(seconds: list[float]) -> bool:
+    """Return whether a step took longer than a second on any rank. All ranks return the same."""
     longest = torch.tensor(max(seconds, default=0.0))
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.item() > 1.0

@@ -1,4 +1,4 @@
-"""Life and death of clusters, and what they say when they cannot be built."""
+"""Start and end of clusters, and errors of clusters that cannot be built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def python(*prefix: str, code: str = BUILD) -> subprocess.CompletedProcess[str]:
 
 
 def namespaces() -> set[int]:
-    """All network namespaces that some process is in."""
+    """Return the network namespaces of all processes."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/ns/net"):
         try:
@@ -49,8 +49,8 @@ def test_without_capabilities_it_builds_in_a_user_namespace() -> None:
 
 
 @needs_setpriv
-def test_where_user_namespaces_are_forbidden_it_says_what_is_missing() -> None:
-    """Forbidden in a user namespace of the test's own; nothing else on the machine is affected."""
+def test_where_user_namespaces_are_forbidden_the_error_names_them() -> None:
+    """The test forbids them in its own user namespace, so nothing else on the machine is affected."""
     forbid = "echo 0 > /proc/sys/user/max_user_namespaces && exec " + " ".join(WITHOUT_CAPABILITIES) + ' "$@"'
     done = python("unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
     assert "LabError: cannot create a user namespace" in done.stderr
@@ -75,7 +75,7 @@ def test_leaving_the_block_by_an_exception_ends_everything() -> None:
     assert sleeper.wait(300) == -9
 
 
-def test_nothing_of_a_cluster_is_in_the_machines_own_namespace() -> None:
+def test_the_machines_own_namespace_has_no_part_of_a_cluster() -> None:
     before = Path("/proc/net/dev").read_text().count(":")
     others = namespaces()
     with Cluster(nodes=2, ranks_per_node=1):
@@ -90,7 +90,7 @@ def test_two_clusters_at_once_do_not_see_each_other() -> None:
         assert transfer(other, 1, 0, 1000)["bytes"] == 1000
 
 
-def test_numbers_that_make_no_sense_are_named() -> None:
+def test_invalid_numbers_are_named() -> None:
     with pytest.raises(ValueError, match="nodes is 0; expected a number from 1 to 64"):
         Cluster(nodes=0)
     with pytest.raises(ValueError, match=r"ranks_per_node is 2\.0; expected"):
@@ -105,12 +105,12 @@ def test_numbers_that_make_no_sense_are_named() -> None:
         assert cluster.links[0].loss == "0%"
 
 
-def test_a_cluster_that_is_not_up_says_so() -> None:
+def test_a_cluster_that_is_not_up_raises_an_error() -> None:
     with pytest.raises(LabError, match="the cluster is not up"):
         Cluster().counters()
 
 
-def test_if_the_network_process_is_killed_it_says_so() -> None:
+def test_if_the_network_process_is_killed_the_cluster_raises_an_error() -> None:
     with Cluster(nodes=2, ranks_per_node=1) as cluster:
         assert cluster._network is not None
         cluster._network.kill()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zeropp.tools.lab import exit_code as report_exit
+from zeropp.tools.lab import exit_code
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ from zeropp.tools.lab import exit_code as report_exit
         ("import os; os.kill(os.getpid(), 9)", "-9", 137),
     ],
 )
-def test_a_rank_leaves_its_exit_code_and_ends_with_it(
+def test_a_rank_writes_its_exit_code_and_exits_with_it(
     tmp_path: Path, code: str, reported: str, ends_with: int
 ) -> None:
     done = subprocess.run(
-        [sys.executable, report_exit.__file__, str(tmp_path), "-c", code], env=os.environ | {"RANK": "5"}
+        [sys.executable, exit_code.__file__, str(tmp_path), "-c", code], env=os.environ | {"RANK": "5"}
     )
     assert [file.name for file in tmp_path.iterdir()] == ["5"]
     assert (tmp_path / "5").read_text() == reported

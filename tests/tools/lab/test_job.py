@@ -32,17 +32,17 @@ def program(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_every_rank_is_heard(program: str, tmp_path: Path) -> None:
-    heard: set[tuple[str, str]] = set()
+def test_the_caller_gets_the_output_of_every_rank(program: str, tmp_path: Path) -> None:
+    seen: set[tuple[str, str]] = set()
     with Cluster(nodes=2, ranks_per_node=1) as cluster:
         result = cluster.run(
             [program],
             timeout_seconds=300,
-            on_line=lambda who, line: heard.add((who, line)),
+            on_line=lambda source, line: seen.add((source, line)),
             log_folder=tmp_path / "logs",
         )
     assert result.check().exit_codes == {0: 0, 1: 0}
-    assert heard == {
+    assert seen == {
         ("rank 0", "out 0 0 1 2"),
         ("rank 0", "err 0"),
         ("rank 1", "out 1 0 1 2"),
@@ -51,8 +51,8 @@ def test_every_rank_is_heard(program: str, tmp_path: Path) -> None:
     assert set((tmp_path / "logs/rank-1.log").read_text().splitlines()) == {"out 1 0 1 2", "err 1"}
 
 
-def test_a_rank_that_fails_stops_its_node_and_its_code_is_told(program: str, tmp_path: Path) -> None:
-    """When the other has started, which says so by a file."""
+def test_a_failed_rank_stops_its_node_and_the_result_has_its_code(program: str, tmp_path: Path) -> None:
+    """Rank 1 fails after rank 0 has created a file."""
     with Cluster(nodes=1, ranks_per_node=2) as cluster:
         result = cluster.run([program, str(tmp_path / "has_started")], timeout_seconds=300)
     assert result.exit_codes == {0: -15, 1: 7}
@@ -63,13 +63,13 @@ def test_a_rank_that_fails_stops_its_node_and_its_code_is_told(program: str, tmp
         result.check()
 
 
-def test_a_rank_that_a_signal_ends_says_which_and_where(tmp_path: Path) -> None:
+def test_the_error_of_a_rank_has_its_signal_and_its_stack(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
     with Cluster(nodes=1, ranks_per_node=1) as cluster:
         result = cluster.run([str(program)], timeout_seconds=300)
-    says = r"rank 0 was ended by SIGILL \(illegal instruction\).*Fatal Python error: Illegal instruction"
-    with pytest.raises(JobError, match=rf"(?s){says}.*line 2 in.*Try: set ONEDNN_MAX_CPU_ISA"):
+    message = r"rank 0 was ended by SIGILL \(illegal instruction\).*Fatal Python error: Illegal instruction"
+    with pytest.raises(JobError, match=rf"(?s){message}.*line 2 in.*Try: set ONEDNN_MAX_CPU_ISA"):
         result.check()
 
 

@@ -8,10 +8,10 @@ from zeropp.tools.lab import Change, Cluster, Schedule
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
-        ("node1 down", "it does not say when, where and what"),
-        ("5s switch down", "it does not say when, where and what"),
+        ("node1 down", "it has no time, node or action"),
+        ("5s switch down", "it has no time, node or action"),
         ("soon node1 down", "time is 'soon'"),
         ("5s node1 sideways", "'sideways' is not up, down"),
         ("5s node1 speed=1gbit", "'speed=1gbit' is not up, down"),
@@ -19,8 +19,9 @@ from zeropp.tools.lab import Change, Cluster, Schedule
         ("5s all loss=2", "loss is '2'"),
     ],
 )
-def test_changes_that_make_no_sense_are_named(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=f"change of a link is '{text}' .*{says}.*; expected a time, a node"):
+def test_invalid_changes_are_named(text: str, message: str) -> None:
+    expected = f"change of a link is '{text}' .*{message}.*; expected a time, a node"
+    with pytest.raises(ValueError, match=expected):
         Change.parse(text)
 
 
@@ -45,6 +46,6 @@ def test_changes_happen_in_order_of_time() -> None:
     ]
 
 
-def test_a_change_for_a_node_that_is_not_there() -> None:
+def test_a_change_for_a_missing_node_is_refused() -> None:
     with Cluster(nodes=2, ranks_per_node=1) as cluster, pytest.raises(ValueError, match="for node 2"):
         Schedule(cluster, [Change.parse("1s node2 down")], print)

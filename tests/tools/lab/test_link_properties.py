@@ -15,19 +15,19 @@ from zeropp.tools.lab.link_properties import (
 
 
 @pytest.mark.parametrize("text", ["", "1", "1 gbit", "1Gbit", "-1gbit", "1gb", "9kbit", "33gbit", "fast"])
-def test_rates_that_make_no_sense_are_named(text: str) -> None:
+def test_invalid_rates_are_named(text: str) -> None:
     with pytest.raises(ValueError, match=f"link is '{text}'; expected a rate from 10kbit to 32gbit"):
         parse_rate_bit_s(text)
 
 
 @pytest.mark.parametrize("text", ["20", "20min", "11s", "ms"])
-def test_delays_that_make_no_sense_are_named(text: str) -> None:
-    with pytest.raises(ValueError, match=f"time is '{text}'; expected one from 0ms to 10s"):
+def test_invalid_delays_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match=f"time is '{text}'; expected a time from 0ms to 10s"):
         parse_delay_us(text)
 
 
 @pytest.mark.parametrize("text", ["1", "101%", "0.01"])
-def test_losses_that_make_no_sense_are_named(text: str) -> None:
+def test_invalid_losses_are_named(text: str) -> None:
     with pytest.raises(ValueError, match=f"loss is '{text}'; expected a percentage from 0% to 100%"):
         parse_loss_percent(text)
 

@@ -1,4 +1,4 @@
-"""The network itself, with plain TCP: rates, counters, delay, loss, unplugged links."""
+"""The network, tested with plain TCP: rates, counters, delay, loss, disconnected links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def moved(cluster: Cluster, before: list[LinkCounters]) -> list[LinkCounters]:
 
 
 def tbf_bit_s(cluster: Cluster, node: int) -> int:
-    """The rate that the kernel has for packets out of a node."""
+    """Return the kernel's rate for packets that leave a node."""
     code = """
 from pyroute2 import IPRoute
 with IPRoute() as here:
@@ -35,7 +35,7 @@ with IPRoute() as here:
 
 
 @pytest.mark.parametrize("link", ["200mbit", "50mbit"])
-def test_rate_of_a_link_is_what_was_asked_for(cluster: Cluster, link: str) -> None:
+def test_a_link_has_the_given_rate(cluster: Cluster, link: str) -> None:
     """A transfer takes at least as long as the rate allows, and longer on a busy machine. The kernel's own
     figure shows that the rate is not lower."""
     rate_bit_s = {"200mbit": 200e6, "50mbit": 50e6}[link]
@@ -56,7 +56,7 @@ def test_links_are_shaped_one_by_one(cluster: Cluster) -> None:
     cluster.set_link(link="200mbit")
 
 
-def test_counters_see_what_crossed_and_on_which_link(cluster: Cluster) -> None:
+def test_counters_have_the_bytes_of_each_link(cluster: Cluster) -> None:
     before = cluster.counters()
     transfer(cluster, 1, 0, 3_000_000)
     links = moved(cluster, before)
@@ -88,7 +88,7 @@ def test_delay_is_that_of_each_way(cluster: Cluster) -> None:
     assert connect_seconds() < 10
 
 
-def test_lost_packets_are_sent_again(cluster: Cluster) -> None:
+def test_tcp_resends_lost_packets(cluster: Cluster) -> None:
     cluster.set_link(0, loss="10%")
     before = cluster.counters()
     got = transfer(cluster, 0, 1, 5_000_000)

@@ -1,4 +1,4 @@
-"""Labs that were killed: what goes by itself, and what `clean` ends."""
+"""Killed labs: processes that end with their owner, and processes that `clean` kills."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeropp.tools.lab import clean
-from zeropp.tools.lab.processes import find_left_over, folder_of, is_alive, run_id
+from zeropp.tools.lab.processes import find_orphans, is_alive, lab_folder, lab_id
 
-# Prints the pids of the network process and of a job's process, and waits. Ctrl-C works in it even if the
-# tests are a background job of a shell, which ignores it.
+# Prints the pids of the network process and of a job's process, and waits. Handles Ctrl-C even if the tests
+# are a background job of a shell, which ignores Ctrl-C.
 OWNER = """
 import signal, subprocess, time
 from zeropp.tools.lab import Cluster
@@ -51,7 +51,7 @@ def wait_until(condition: object, seconds: float = 300.0) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Ended, or only waiting for a parent to take notice."""
+    """Return whether a process has ended. A zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -76,10 +76,10 @@ def test_an_interrupted_owner_leaves_nothing() -> None:
         wait_until(lambda: is_gone(network_pid) and is_gone(job_pid))
 
 
-def test_clean_ends_what_is_left_when_everything_was_killed_at_once() -> None:
+def test_clean_kills_the_job_of_a_lab_whose_processes_were_killed_together() -> None:
     with owner() as (process, network_pid, job_pid):
-        assert job_pid not in find_left_over()  # in use
-        folder = folder_of(run_id(network_pid))
+        assert job_pid not in find_orphans()  # its lab is alive
+        folder = lab_folder(lab_id(network_pid))
         os.kill(network_pid, signal.SIGKILL)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -92,8 +92,8 @@ def test_clean_ends_what_is_left_when_everything_was_killed_at_once() -> None:
         assert job_pid not in clean()
 
 
-def test_run_ids() -> None:
-    mine = run_id(os.getpid())
+def test_lab_ids() -> None:
+    mine = lab_id(os.getpid())
     assert is_alive(mine)
     assert not is_alive(f"{os.getpid()}-1")  # the same pid, another process
     assert not is_alive("x")

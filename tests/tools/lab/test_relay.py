@@ -1,4 +1,4 @@
-"""The relay that stands in for netem, between two socket pairs."""
+"""The relay that replaces netem, between two socket pairs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 
 import zeropp.tools.lab
 
-SECONDS = 300.0  # for any one thing to happen, on any machine
+SECONDS = 300.0  # a limit that only ends a hang
 
 
 @contextmanager
 def relay(delay_us: int, loss_percent: float) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The ends that the node and the switch would have."""
+    """Start a relay, and yield the sockets of the node and of the switch."""
     node, node_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     switch, switch_inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     script = Path(zeropp.tools.lab.__file__).with_name("relay.py")

@@ -1,4 +1,4 @@
-"""Training across nodes, for real: what crosses the links, and what bad links do."""
+"""Real training across nodes: bytes on the links, and the effect of bad links."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ HEADER_BYTES = 14 + 20 + 32
 
 
 class Runs(NamedTuple):
-    """What came out of a job of several runs, the last of which failed."""
+    """Results of a job of several runs, of which the last one fails."""
 
     results: dict[str, list[dict[str, Any]]]
-    """By run and rank."""
+    """Results by run and rank."""
     job: JobResult
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All configs on links without faults, then the default on worse and worse ones: in one job, because to
-    start one takes longer than to train."""
+    """Run all configs on good links, then the default on worse and worse ones. One job does everything,
+    because its start takes longer than training."""
     folder = tmp_path_factory.mktemp("runs")
     seen: set[str] = set()
     one_at_a_time = threading.Lock()
     with Cluster(nodes=2, ranks_per_node=2, link="1gbit") as cluster:
 
-        def change_links(who: str, line: str) -> None:
+        def change_links(source: str, line: str) -> None:
             with one_at_a_time:
-                if line in seen:  # another rank was first
+                if line in seen:  # from another rank
                     return
                 seen.add(line)
                 if line == f"{DELAYED} waits":
@@ -52,8 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                     (folder / line.removesuffix(" waits")).touch()
 
         job = cluster.run(
-            ["-m", "tests.lab", str(folder), *NAMES, DELAYED, CUT, DOWN],
-            timeout_seconds=600.0,  # however slow the machine is
+            ["-m", "tests.tools.lab", str(folder), *NAMES, DELAYED, CUT, DOWN],
+            timeout_seconds=600.0,  # enough for a slow machine
             environment={"PYTHONPATH": str(ROOT)},
             on_line=change_links,
         )
@@ -66,13 +66,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize("config", NAMES)
 def test_counters_and_ledger_agree_within_five_percent(runs: Runs, config: str) -> None:
-    """Without the headers of packets: how many there are depends on how busy the machine is. So does how
-    often TCP sends a segment (9 kB) again, because the answer is late: five percent are several of them."""
+    """Packet headers do not count, because the number of packets depends on the load of the machine. So does
+    the number of TCP segments (9 kB) that are sent again after late answers: five percent are several."""
     for node in (0, 1):
         ranks = [runs.results[config][rank] for rank in (2 * node, 2 * node + 1)]
         counted = ranks[0]["counter_bytes"] - HEADER_BYTES * ranks[0]["packets"]
-        said = sum(rank["ledger_bytes"] for rank in ranks)
-        assert said <= counted <= 1.05 * said
+        expected = sum(rank["ledger_bytes"] for rank in ranks)
+        assert expected <= counted <= 1.05 * expected
 
 
 def test_bytes_per_node_and_parameter(runs: Runs) -> None:
@@ -90,10 +90,10 @@ def test_bytes_per_node_and_parameter(runs: Runs) -> None:
 def test_loss_and_delay_change_no_bit(runs: Runs) -> None:
     good, delayed = runs.results["default"], runs.results[DELAYED]
     assert [rank["losses"] for rank in delayed] == [rank["losses"] for rank in good]
-    assert max(delayed[0]["seconds"]) > 0.1  # it was slow, as it should be
+    assert max(delayed[0]["seconds"]) > 0.1  # the delay was in effect
 
 
-def test_a_link_that_is_down_for_two_seconds_holds_training_up_and_changes_nothing(runs: Runs) -> None:
+def test_a_link_that_is_down_for_two_seconds_delays_training_and_changes_nothing(runs: Runs) -> None:
     good, cut = runs.results["default"][0], runs.results[CUT][0]
     assert max(cut["seconds"][3:]) > 1.0
     assert cut["losses"][: len(good["losses"])] == good["losses"]
@@ -102,5 +102,5 @@ def test_a_link_that_is_down_for_two_seconds_holds_training_up_and_changes_nothi
 def test_a_link_that_stays_down_is_a_clear_error_within_the_timeout(runs: Runs) -> None:
     assert not runs.job.succeeded
     assert all(code != 0 for code in runs.job.exit_codes.values())
-    words = "\n".join(line for lines in runs.job.last_lines.values() for line in lines)
-    assert "Timed out waiting 3000ms" in words
+    output = "\n".join(line for lines in runs.job.last_lines.values() for line in lines)
+    assert "Timed out waiting 3000ms" in output

@@ -1,4 +1,4 @@
-"""Plain TCP between nodes of a lab, without torch: what a link does, in a fraction of a second."""
+"""Plain TCP between nodes of a lab, without torch: a test of a link in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps({"started": started, "connect_seconds": connected - started}))
 
 
 def transfer(cluster: Cluster, source: int, target: int, nbytes: int) -> dict[str, float]:
-    """Send bytes from node to node: received bytes, seconds, and how long it took to connect."""
+    """Send bytes from node to node. Return received bytes, seconds, and seconds to connect."""
     with Transfer(cluster, source, target, nbytes) as running:
         return running.finish()
 
@@ -48,12 +48,12 @@ class Transfer:
         self._sender = _start(cluster.inside(source, send))
 
     def finish(self) -> dict[str, float]:
-        said: dict[str, float] = {}
+        results: dict[str, float] = {}
         for process in (self._sender, self._receiver):
-            answer, _ = process.communicate(timeout=600)
+            output, _ = process.communicate(timeout=600)
             assert process.returncode == 0
-            said |= json.loads(answer)
-        return said | {"seconds": said["ended"] - said["started"]}
+            results |= json.loads(output)
+        return results | {"seconds": results["ended"] - results["started"]}
 
     def is_done(self) -> bool:
         return self._receiver.poll() is not None

@@ -1,4 +1,4 @@
-"""A real run to check the dry run against: the benchmark's GPT on real ranks, trained as a strategy says."""
+"""A real run to compare the dry run with: the benchmark's GPT, trained with a strategy on real ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECOND_STEP = "second step"
 
 @dataclass(frozen=True)
 class Case:
-    """One strategy, on both sides."""
+    """A strategy and a scenario, for the real run and the dry run."""
 
     strategy: Strategy
     workload: Workload
@@ -49,7 +49,7 @@ class Case:
 
 
 def ledger_of_second_step(case: Case) -> dict[tuple[str, str, str], tuple[int, int, int]]:
-    """By unit, collective and hop: calls, wire bytes, bytes across."""
+    """Return calls, wire bytes and bytes across, by unit, collective and hop."""
     step, zpp, _ = _prepare(case)
     step()
     zpp.ledger.reset()
@@ -61,9 +61,9 @@ def ledger_of_second_step(case: Case) -> dict[tuple[str, str, str], tuple[int, i
 
 
 def peak_of_second_step(case: Case) -> int:
-    """Bytes that torch's CPU allocator had given out when they were most, from the profiler's records."""
+    """Return the peak of torch's CPU allocator in bytes, from the profiler's records."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step, *_ = _prepare(case)  # in one thread: the profiler records memory of one
+        step, *_ = _prepare(case)  # without overlap: the profiler records the memory of one thread
         step()
         with record_function(SECOND_STEP):
             step()
@@ -81,7 +81,8 @@ def peak_of_second_step(case: Case) -> int:
 
 
 def communication_bytes(case: Case) -> tuple[int, int]:
-    """After a second step that overlaps, and the most that is seen in it, in the backward of every block."""
+    """Return `ZeroPP.communication_bytes` after a second step with overlap, and the maximum in the backwards
+    of its blocks."""
     step, zpp, model = _prepare(case, overlap=True)
     step()
     seen: list[int] = []

@@ -1,5 +1,4 @@
-"""A shallow model, and traces made by hand: of equal units, with every kind of event that the dry run
-writes."""
+"""A shallow model, and synthetic traces of equal units with every kind of event of a dry run."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ MEMORY = MemoryEstimate(1 << 30, 2 << 30, 1 << 30, 0, 1 << 30, 0, 1 << 30)
 
 
 def build_shallow() -> GPT:
-    """Few layers, so that a dry run is quick."""
+    """Build a model with few layers, for quick dry runs."""
     return Workload(layers=2, width=64, context=64).build_model()
 
 
@@ -28,7 +27,7 @@ def hop(
 def flat_trace(
     units: int = 4, wire_bytes: int = 1 << 26, flops: int = 10**11, micro_batches: int = 1
 ) -> Trace:
-    """Plain FSDP2."""
+    """Return a trace of plain FSDP2."""
     return make_trace(
         units,
         flops,
@@ -42,7 +41,7 @@ def flat_trace(
 def two_hop_trace(
     units: int = 4, numel: int = 1 << 25, flops: int = 10**11, micro_batches: int = 1, chunks: int = 4
 ) -> Trace:
-    """zeropp's default: int8 weights across once, int8 and int4 gradients."""
+    """Return a trace of zeropp's default: int8 weights across nodes once, int8 and int4 gradients."""
     in_node = hop("in-node", "all_gather", numel, chunks=chunks, coded=numel, codec="int8")
     return make_trace(
         units,
@@ -67,7 +66,7 @@ def make_trace(
     again: tuple[TracedHop, ...],
     reduce: tuple[TracedHop, ...],
 ) -> Trace:
-    """Forward, backward with prefetch, reductions, an optimizer; as FSDP2 orders them."""
+    """Return forward, backward with prefetch, reductions and the optimizer, in FSDP2's order."""
     events: list[Event] = []
     names = [f"blocks.{number}" for number in range(units)]
     for micro_batch in range(micro_batches):

@@ -27,7 +27,8 @@ HSDP = replace(find_strategy("hsdp"), config=Config.off())
 
 
 def in_two_pieces(name: str) -> Strategy:
-    """A trace is cut as on a GPU; real runs on gloo would leave these units whole (comm/chunks.py)."""
+    """Return the strategy with two chunks. A trace has chunks as on a GPU; real runs on gloo would not cut
+    these units (comm/chunks.py)."""
     strategy = find_strategy(name)
     assert strategy.config is not None
     return replace(strategy, config=replace(strategy.config, chunks=2))
@@ -51,7 +52,7 @@ CASES = {
 
 
 def _bytes_of(trace: Trace) -> dict[tuple[str, str, str], tuple[int, int, int]]:
-    """Like the ledger: by unit, collective and level, how many calls, wire bytes, bytes across."""
+    """Return calls, wire bytes and bytes across, by unit, collective and level, as the ledger has them."""
     calls: Counter[tuple[str, str, str]] = Counter()
     wire, across = calls.copy(), calls.copy()
     for event in trace.events:
@@ -59,7 +60,7 @@ def _bytes_of(trace: Trace) -> dict[tuple[str, str, str], tuple[int, int, int]]:
             continue
         for hop in event.hops:
             if hop.pattern == "all_reduce":
-                continue  # FSDP2's own, and not in the ledger
+                continue  # runs in FSDP2, and is not in the ledger
             key = (event.unit, "all_gather" if isinstance(event, Gather) else "reduce_scatter", hop.level)
             calls[key] += hop.chunks
             wire[key] += hop.wire_bytes
@@ -75,26 +76,26 @@ def _by_level(
 
 
 ON_THREE_NODES = ("default", "wire16", "hpz", "hsdp")
-"""One case of each route: two hops, flat, two hops for weights only, replicas."""
+"""One case per route: two hops, flat, two hops for weights only, replicas."""
 
 
 @pytest.mark.parametrize(
     ("name", "nodes"), [*((name, 2) for name in CASES), *((name, 3) for name in ON_THREE_NODES)]
 )
 def test_bytes_are_those_of_a_real_run(ranks: Ranks, name: str, nodes: int) -> None:
-    """Row by row of the ledger, on every rank, to the byte."""
+    """Every row of the ledger of every rank has exactly the bytes of the trace."""
     case = replace(CASES[name], nodes=nodes)
     trace = dry_run(case.scenario(), case.strategy)
     traced = _bytes_of(trace)
     assert traced
-    assert simulate(trace, find_hardware("a100-100g")).step_seconds > 0  # knows the cost of every hop
+    assert simulate(trace, find_hardware("a100-100g")).step_seconds > 0  # every hop has a cost
     for ledger in ranks.run(ledger_of_second_step, case, world=2 * nodes):
         assert traced == _by_level(ledger, is_in_node=case.strategy.is_hsdp)
 
 
 @pytest.mark.parametrize("name", ["default", "wire16-accumulate", "hsdp"])
 def test_multiplied_layers_equal_a_full_run(name: str) -> None:
-    """Events and memory, both exactly; with recomputation and more micro-batches than are recorded."""
+    """Events and memory are equal, with recomputation and more micro-batches than are recorded."""
     case = Case(find_strategy(name), DEEP, nodes=3, micro_batches=4, checkpointing=True)
     multiplied, full = (dry_run(case.scenario(), case.strategy, full=full) for full in (False, True))
     assert multiplied == full
@@ -122,7 +123,7 @@ def test_a_world_of_256_ranks() -> None:
     # FSDP2 cuts along the first dimension: a rank has 3 of 768 rows of attention's four matrices, 8 of 2048
     # rows of the SwiGLU's first two, 3 of 768 (longer) rows of its last, and 3 elements of each of two norms.
     shard = 4 * 3 * width + 2 * 8 * width + 3 * hidden + 2 * 3
-    # All but the norms fill whole blocks; the norms are sent as they are, in 32 bits.
+    # All but the norms fill whole blocks. The norms are sent uncompressed, in 32 bits.
     assert (shard - 6) % 128 == 0
     int8, int4 = (BlockFormat(bits, 128).row_bytes(shard - 6) + 32 for bits in (8, 4))
     assert [[(hop.level, hop.wire_bytes) for hop in event.hops] for event in gathers] == [
@@ -153,7 +154,7 @@ def test_flops_are_those_of_the_arithmetic() -> None:
     head = 2 * batch * length * width * 256
     assert flops["blocks.3", "forward"] == matrices + attention
     assert flops["blocks.3", "backward"] == 2 * matrices + 2.5 * attention  # q k^T is computed again
-    # Recomputation ends where the last saved tensor is back: before the last of the matrix products.
+    # Recomputation ends when it has the last saved tensor, which is before the last matrix product.
     assert flops["blocks.3", "recompute"] == matrices + attention - 2 * batch * length * 4 * width**2
     assert flops["(root)", "forward"] == head
     assert flops["(root)", "backward"] == 2 * head
@@ -161,7 +162,7 @@ def test_flops_are_those_of_the_arithmetic() -> None:
 
 
 def test_order_is_that_of_fsdp2() -> None:
-    """Forward gathers before it computes; backward has the next gather under way before it computes."""
+    """Forward gathers a unit before its compute. Backward starts the next gather before compute."""
     trace = dry_run(Case(OFF, SMALL).scenario(), OFF)
     order = [
         (type(event).__name__, event.unit)

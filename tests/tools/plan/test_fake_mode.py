@@ -43,7 +43,7 @@ CALLS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which ones have run."""
+    """Records the operations that run inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _result(mode: FakeTensorMode, func: Any) -> list[Any]:
-    """All that a step could notice of what comes out."""
+    """Return every property of the results that a step could depend on."""
     with mode, _Operations() as operations:
         x, y = torch.empty(2, 3, 4), torch.empty(3, 4)
         out = CALLS[func](x, y)
@@ -75,13 +75,13 @@ def test_all_are_compared() -> None:
 
 
 @pytest.mark.parametrize("func", CALLS, ids=str)
-def test_the_same_comes_out_as_of_torchs_own_mode(func: Any) -> None:
+def test_results_equal_those_of_torchs_own_mode(func: Any) -> None:
     quick = _result(QuickFakeTensorMode(), func)
     assert quick == _result(FakeTensorMode(), func)
     assert quick[0][0] is FakeTensor
 
 
-def test_what_cannot_be_done_is_said_by_torch() -> None:
+def test_torch_raises_its_own_errors() -> None:
     with QuickFakeTensorMode():
         x = torch.empty(2, 3)
         with pytest.raises(RuntimeError, match="shape '\\[4\\]' is invalid for input of size 6"):
@@ -90,8 +90,8 @@ def test_what_cannot_be_done_is_said_by_torch() -> None:
             x.copy_(torch.empty(5))
 
 
-def test_numbers_that_are_known_stay_known() -> None:
-    """torch keeps the content of a small tensor that is made of a number, as far as it can."""
+def test_known_values_stay_known() -> None:
+    """torch stores the value of a tensor that is made of a number."""
     with QuickFakeTensorMode():
         known = torch.tensor(3.0)
         assert aten.alias.default in QUICK
@@ -100,6 +100,6 @@ def test_numbers_that_are_known_stay_known() -> None:
         assert float(known) == 4.0
 
 
-def test_tensors_elsewhere_go_torchs_own_way() -> None:
+def test_tensors_on_other_devices_use_torchs_own_mode() -> None:
     with QuickFakeTensorMode():
         assert torch.empty(2, 3, device="cuda").view(6).device.type == "cuda"

@@ -13,14 +13,14 @@ from zeropp.tools.strategies import find_strategy
 TINY = Case(find_strategy("default"), Workload(layers=5, width=64, context=8, batch=1), micro_batches=2)
 
 
-def test_it_records_as_many_layers_as_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_records_the_given_number_of_layers(caplog: pytest.LogCaptureFixture) -> None:
     recording = record_step(TINY.scenario(), TINY.strategy, layers=3)
     units = {event.unit for part in recording.parts for event, _ in part}
     assert units == {"(root)", "blocks.0", "blocks.1", "blocks.2"}
-    assert (recording.layers_name, recording.layers, recording.are_alike) == ("blocks", 5, True)
+    assert (recording.layers_name, recording.layer_count, recording.layers_are_alike) == ("blocks", 5, True)
     assert len(recording.parts) == 3  # two micro-batches and the optimizer
     assert not dist.is_initialized()
-    assert caplog.text == ""  # zeropp has warned of what it will keep, to nobody
+    assert caplog.text == ""  # zeropp's warnings about memory are disabled
 
 
 def test_every_step_after_the_first_is_the_same() -> None:
@@ -35,8 +35,8 @@ def _record_on_real_ranks() -> str:
 
 
 def test_a_process_that_is_a_rank_is_refused(ranks: Ranks) -> None:
-    (says,) = ranks.run(_record_on_real_ranks, world=1)
-    assert "a dry run needs a process group of its own" in says
+    (message,) = ranks.run(_record_on_real_ranks, world=1)
+    assert "a dry run creates a process group, and this process already has one" in message
 
 
 def test_other_engines_are_refused() -> None:

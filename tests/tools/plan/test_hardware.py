@@ -13,7 +13,7 @@ from zeropp.tools.plan.trace import Compute
 A100 = find_hardware("a100-100g")
 
 
-def test_every_name_is_found_and_says_where_its_numbers_come_from() -> None:
+def test_every_name_is_found_and_has_a_source() -> None:
     for name, hardware in CATALOG.items():
         assert find_hardware(name) is hardware
         assert hardware.name == name
@@ -31,16 +31,16 @@ def test_a_missing_file_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"compute_share": 1.5}, "compute_share is 1.5"),
         ({"link_gbit_s": 0.0}, "link_gbit_s is 0.0"),
-        ({"link_latency_us": -1.0}, "link_latency_us is -1.0"),
+        ({"link_latency_us": -1.0}, "link_latency_us is -1.0; expected zero or a positive number"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
     ],
 )
-def test_numbers_that_make_no_sense_are_named(changes: dict[str, float], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_invalid_numbers_are_named(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         A100.changed(**changes)
 
 
@@ -68,10 +68,10 @@ def test_toml_with_the_same_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "not json", '{"name": "x", "colour": "red"}'])
-def test_a_file_that_is_none_says_what_was_expected(tmp_path: Path, text: str) -> None:
+def test_other_files_raise_an_error_with_the_expected_keys(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"bad.json is no hardware file .*peak_tflops"):
+    with pytest.raises(ValueError, match=r"bad.json is not a hardware file .*peak_tflops"):
         find_hardware(str(path))
 
 
@@ -86,7 +86,7 @@ def test_ranks_of_a_node_share_its_link() -> None:
     assert across == pytest.approx(RANKS * 8 / 100)
 
 
-def test_a_flat_ring_uses_both_links_and_meets_every_latency() -> None:
+def test_a_flat_ring_uses_both_links_and_has_every_latency() -> None:
     machine = A100.changed(in_node_latency_us=1.0, link_latency_us=10.0)
     in_node, across = machine.hop_seconds(hop("flat", "all_gather", 8 * 10**9), NODES, RANKS)
     latency = (NODES * 10 + (NODES * RANKS - 1 - NODES)) * 1e-6
@@ -101,19 +101,19 @@ def test_chunks_divide_bytes_and_repeat_latency() -> None:
     assert [whole, part] == pytest.approx([2e-3, 1.25e-3])
 
 
-def test_what_was_measured_goes_before_rates() -> None:
+def test_measured_costs_replace_rates() -> None:
     across, in_node = hop("across", "all_gather", 10**6), hop("in-node", "all_gather", 10**6)
     assert sum(measured().hop_seconds(across, NODES, RANKS)) == pytest.approx(0.0101)
     assert sum(measured().hop_seconds(in_node, NODES, RANKS)) == pytest.approx(0.00101)
 
 
-def test_another_link_drops_what_was_measured_on_the_old_one() -> None:
+def test_another_link_drops_costs_of_the_old_one() -> None:
     assert set(measured().changed(link_gbit_s=25.0).measured) == {"all_gather in-node"}
     assert set(measured().changed(in_node_gbyte_s=25.0).measured) == {"all_gather across"}
     assert measured().changed(compute_share=0.3).measured == measured().measured
 
 
-def test_codecs_run_at_their_speed_or_at_the_rate_of_the_memory() -> None:
+def test_codecs_run_at_their_measured_speed_or_at_the_rate_of_the_memory() -> None:
     assert measured().encode_seconds("int8", 1e9) == pytest.approx(1.0)
     assert measured().decode_seconds("int8", 1e9) == pytest.approx(0.5)
     assert measured().decode_seconds("int4", 1e9) == pytest.approx(2.5 / 2039)

@@ -32,8 +32,8 @@ def test_peak_is_that_of_a_real_run(ranks: Ranks, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "wire16-accumulate"])
-def test_lanes_hold_what_two_jobs_need(ranks: Ranks, name: str) -> None:
-    """On hardware with streams they are not there, and nothing is added."""
+def test_communication_threads_add_the_memory_of_two_jobs(ranks: Ranks, name: str) -> None:
+    """Hardware with streams has no such threads, and nothing is added."""
     case = Case(find_strategy(name), WIDE)
     trace = dry_run(case.scenario(), case.strategy)
     with_streams = find_hardware("a100-100g")
@@ -48,39 +48,39 @@ def test_lanes_hold_what_two_jobs_need(ranks: Ranks, name: str) -> None:
     assert trace.memory.communication + trace.memory.node_shards < 0.8 * estimate
 
 
-def test_storages_count_once_and_until_they_are_gone() -> None:
+def test_storages_count_once_and_while_they_live() -> None:
     live = LiveStorages()
     x = torch.zeros(100)
     for tensor in (x, x[:50], x.view(10, 10)):
-        live.see(tensor)
+        live.add(tensor)
     assert live.nbytes == 400
     view = x[:1]
     del x, tensor
-    assert live.nbytes == 400  # the view keeps it
+    assert live.nbytes == 400  # the view refers to it
     del view
     assert live.nbytes == 0
 
 
-def test_storages_that_are_resized_are_asked() -> None:
+def test_resized_storages_count_by_their_size_at_the_moment() -> None:
     live = LiveStorages()
     weights = torch.zeros(100)
-    live.see(weights)
-    live.see_resized([weights])
+    live.add(weights)
+    live.add_resized([weights])
     assert (live.nbytes, live.resized_bytes) == (400, 400)
     weights.untyped_storage().resize_(0)
     assert live.nbytes == 0
     weights.untyped_storage().resize_(400)
-    live.see(weights)
+    live.add(weights)
     assert live.nbytes == 400
     del weights
     assert live.nbytes == 0
 
 
-def test_bytes_of_tensors_that_share() -> None:
+def test_shared_storages_count_once() -> None:
     x = torch.zeros(10)
     assert nbytes_of([x, x[:5], torch.zeros(3)]) == 52
 
 
 def test_growth_is_linear() -> None:
     small, larger = MemoryEstimate(1, 2, 3, 4, 5, 6, 7), MemoryEstimate(2, 2, 5, 4, 5, 6, 17)
-    assert small.grown(larger, 3) == MemoryEstimate(4, 2, 9, 4, 5, 6, 37)
+    assert small.extrapolate(larger, 3) == MemoryEstimate(4, 2, 9, 4, 5, 6, 37)

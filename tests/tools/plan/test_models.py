@@ -44,7 +44,7 @@ LLAMA = """{
 
 
 class _Flat(nn.Module):
-    """What it returns is for a test to choose."""
+    """A model that returns what a test passes in."""
 
     def __init__(self, returned: object = None) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "message"),
     [
         ("2B", "model is '2B'; expected one of tiny, 125M"),
         ("hf:nowhere", "model is 'hf:nowhere': 'hf:nowhere': expected a config.json"),
@@ -93,21 +93,23 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
         ("users_own:not_a_model", "users_own:not_a_model returned a int; expected a torch.nn.Module"),
     ],
 )
-def test_bad_specs_say_what_to_do(users_module: str, spec: str, says: str) -> None:
+def test_invalid_specifications_raise_an_error_with_the_way_out(
+    users_module: str, spec: str, message: str
+) -> None:
     with pytest.raises(PlanError) as raised:
         resolve(spec).build()
-    assert says in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_a_model_that_looks_at_its_data_is_refused() -> None:
     scenario = Scenario(Model("curious", _DataDependent), 2, 2)
-    with pytest.raises(PlanError, match=r"the model 'curious' decides something by the content of a tensor"):
+    with pytest.raises(PlanError, match=r"the model 'curious' depends on the content of a tensor"):
         dry_run(scenario, find_strategy("default"))
-    assert not torch.distributed.is_initialized()  # nothing is left behind
+    assert not torch.distributed.is_initialized()  # the process group is gone, too
 
 
 def test_layers_must_be_in_a_list() -> None:
-    with pytest.raises(PlanError, match=r"layers of Linear are not known; keep them in an nn.ModuleList"):
+    with pytest.raises(PlanError, match=r"layers of Linear were not found; put them into an nn.ModuleList"):
         find_blocks(nn.Linear(2, 2))
 
 
@@ -121,7 +123,7 @@ def test_settings_that_differ_make_layers_differ() -> None:
 
 
 class _Picky(nn.Module):
-    """Takes targets only under a name that says so."""
+    """A model whose second argument is named after targets."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         assert targets is not None
@@ -134,12 +136,12 @@ class _Masked(nn.Module):
         return tokens.float().mean()
 
 
-def test_targets_go_where_they_are_asked_for() -> None:
+def test_only_models_that_take_targets_get_them() -> None:
     assert loss_of(_Picky(), 2, 5) == 0.0
     assert loss_of(_Masked(), 2, 5) == 0.0
 
 
-def test_what_a_model_may_return() -> None:
+def test_a_model_may_return_its_loss_or_logits() -> None:
     logits = torch.randn(2, 5, 11)
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(10, dtype=torch.long))
     assert torch.equal(loss_of(_Flat(logits), 2, 5), expected)

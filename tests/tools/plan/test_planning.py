@@ -20,11 +20,11 @@ SHALLOW = Scenario(Model("shallow", build_shallow), 2, 2, sequence=32)
 SLOW = find_hardware("a100-100g").changed(link_gbit_s=1.0)
 
 
-def test_advice_compares_all_strategies_and_lays_out_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    laid_out: Counter[int] = Counter()
+def test_advice_compares_all_strategies_and_simulates_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: Counter[int] = Counter()
 
     def counted(trace: Trace, hardware: Hardware) -> Timeline:
-        laid_out[id(trace)] += hardware is SLOW
+        simulated[id(trace)] += hardware is SLOW
         return simulate(trace, hardware)
 
     monkeypatch.setattr(recommending, "simulate", counted)
@@ -32,16 +32,16 @@ def test_advice_compares_all_strategies_and_lays_out_each_once(monkeypatch: pyte
     plan = make_plan(SHALLOW, SLOW, find_compared("fsdp2"), advise=True, on_progress=dry_runs.append)
     strategies = sensible_strategies(2, 2, 1)
     assert {planned.strategy for planned in plan.strategies} == set(strategies)
-    assert [laid_out[id(planned.timeline.trace)] for planned in plan.strategies] == [1] * len(strategies)
+    assert [simulated[id(planned.timeline.trace)] for planned in plan.strategies] == [1] * len(strategies)
     best, plain = plan.strategies[0], find_compared("fsdp2")
     assert plan.sentences[0].startswith(f"Use {best.strategy.title}")
-    # One dry run each; larger micro-batches only of the best and of plain FSDP2.
+    # Each strategy has one dry run. Only the best and plain FSDP2 have more, of larger micro-batches.
     expected = Counter(strategy.title for strategy in strategies)
-    again = Counter(said.removeprefix("dry run: ").rsplit(",", 1)[0] for said in dry_runs) - expected
+    again = Counter(title.removeprefix("dry run: ").rsplit(",", 1)[0] for title in dry_runs) - expected
     assert set(again) == {best.strategy.title, plain.title}
 
 
-def test_without_advice_it_is_the_strategy_that_was_named_beside_plain_fsdp2() -> None:
+def test_without_advice_a_plan_has_the_named_strategy_and_plain_fsdp2() -> None:
     plan = make_plan(SCENARIO, SLOW, find_compared("hsdp"))
     assert [planned.strategy.name for planned in plan.strategies] == ["hsdp", "fsdp2"]
     assert plan.sentences == ()

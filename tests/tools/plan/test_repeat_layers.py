@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zeropp.tools.plan.memory_estimate import MemoryEstimate
-from zeropp.tools.plan.repeat_layers import Part, grown, repeated
+from zeropp.tools.plan.repeat_layers import StepPart, extrapolate_memory, repeat_events
 from zeropp.tools.plan.trace import Compute, Event, Gather, Phase, Reduce
 
 
@@ -11,8 +11,8 @@ def _memory(shards: int, activations: int) -> MemoryEstimate:
     return MemoryEstimate(shards, 0, 0, 0, 0, 0, activations)
 
 
-def _model(layers: int) -> Part:
-    """One micro-batch as FSDP2 runs it. Memory: 10 for each layer, and 3 for each whose forward is done."""
+def _model(layers: int) -> StepPart:
+    """Return one micro-batch as FSDP2 runs it. Memory is 10 per layer, and 3 per layer after its forward."""
     events: list[tuple[Event, int]] = [(Gather("(root)", ()), 0)]
 
     def compute(layer: int, phase: Phase) -> Event:
@@ -34,11 +34,11 @@ def _model(layers: int) -> Part:
 
 @pytest.mark.parametrize("missing", [1, 2, 9])
 def test_a_few_layers_become_all(missing: int) -> None:
-    assert repeated(_model(4), "net.layers", missing) == [event for event, _ in _model(4 + missing)]
+    assert repeat_events(_model(4), "net.layers", missing) == [event for event, _ in _model(4 + missing)]
 
 
 @pytest.mark.parametrize("missing", [1, 2, 9])
 def test_memory_at_its_largest_is_that_of_all(missing: int) -> None:
-    memory = grown(_model(4), _model(5), "net.layers", missing)
+    memory = extrapolate_memory(_model(4), _model(5), "net.layers", missing)
     expected = max((memory for _, memory in _model(4 + missing)), key=lambda moment: moment.peak)
     assert max(memory, key=lambda moment: moment.peak) == expected

@@ -9,7 +9,7 @@ from zeropp.tools.plan.scenario import Scenario
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"nodes": 0}, "nodes is 0; expected a positive number"),
         ({"sequence": -1}, "sequence is -1; expected a positive number"),
@@ -17,10 +17,10 @@ from zeropp.tools.plan.scenario import Scenario
         ({"nodes": 1, "ranks_per_node": 1}, "nodes x ranks_per_node is 1; expected two or more"),
     ],
 )
-def test_bad_values_say_what_is_expected(wrong: dict[str, Any], says: str) -> None:
+def test_invalid_values_raise_an_error_with_the_expected_ones(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError) as raised:
         Scenario(**{"model": resolve("tiny"), "nodes": 2, "ranks_per_node": 2, **wrong})
-    assert says in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_tokens_are_per_rank_and_step() -> None:

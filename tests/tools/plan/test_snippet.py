@@ -1,4 +1,4 @@
-"""Strategies as lines of a script: what is said must be what is meant."""
+"""Code of strategies: it must do what the strategy does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_the_code_of_a_config_makes_it(config: zeropp.Config) -> None:
 
 @pytest.mark.parametrize("strategy", COMPARED, ids=lambda strategy: strategy.name)
 def test_every_strategy_of_a_plan_has_its_lines(strategy: Strategy) -> None:
-    said = snippet(strategy)
-    assert ("zeropp.apply(model, zeropp.Config" in said) == (strategy.config is not None)
-    assert ("mesh=" in said) == strategy.is_hsdp
-    assert ("reshard_after_forward" in said) == strategy.reshard_in_node
-    assert ("is_last" in said) == (strategy.sync != "every")
+    code = snippet(strategy)
+    assert ("zeropp.apply(model, zeropp.Config" in code) == (strategy.config is not None)
+    assert ("mesh=" in code) == strategy.is_hsdp
+    assert ("reshard_after_forward" in code) == strategy.reshard_in_node
+    assert ("is_last" in code) == (strategy.sync != "every")

@@ -26,24 +26,25 @@ def test_axes_are_parsed(text: str, axes: Axes) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "link", "speed=3", "link=fast", "link=0..3", "nodes=9..2", "nodes=2,nodes=3"]
+    "text",
+    ["", "link", "speed=3", "link=fast", "link=0..3", "link=1..2..3", "nodes=9..2", "nodes=2,nodes=3"],
 )
-def test_axes_that_make_no_sense_are_named(text: str) -> None:
+def test_invalid_axes_are_named(text: str) -> None:
     with pytest.raises(ValueError, match=r"sweep is '.*', with '.*' in it; expected ranges such as"):
         Axes.parse(text)
 
 
-def test_every_combination_is_laid_out_and_dry_runs_are_per_nodes() -> None:
-    asked: list[tuple[str, int]] = []
+def test_every_combination_is_simulated_with_one_dry_run_per_strategy_and_number_of_nodes() -> None:
+    dry_runs: list[tuple[str, int]] = []
     trace = flat_trace()
 
     def trace_of(strategy: Strategy, nodes: int) -> Trace:
-        asked.append((strategy.name, nodes))
+        dry_runs.append((strategy.name, nodes))
         return trace
 
     strategies = [find_strategy("fsdp2"), find_strategy("default")]
     points = sweep(Axes.parse("link=100/400,nodes=2/4"), strategies, A100, 2, trace_of)
-    assert asked == [("fsdp2", 2), ("default", 2), ("fsdp2", 4), ("default", 4)]
+    assert dry_runs == [("fsdp2", 2), ("default", 2), ("fsdp2", 4), ("default", 4)]
     assert len(points) == 8
     fast = next(
         point for point in points if (point.strategy, point.nodes, point.link_gbit_s) == ("default", 4, 400.0)
@@ -53,7 +54,7 @@ def test_every_combination_is_laid_out_and_dry_runs_are_per_nodes() -> None:
     assert fast.tokens_per_second == pytest.approx(timeline.tokens_per_second)
 
 
-def test_an_axis_that_is_not_given_stays_as_it_is() -> None:
+def test_an_axis_that_is_not_given_has_the_value_of_the_hardware() -> None:
     points = sweep(
         Axes.parse("nodes=3"), [find_strategy("fsdp2")], A100, 2, lambda strategy, nodes: flat_trace()
     )

@@ -36,8 +36,8 @@ traces = st.builds(
     ),
     overlaps=st.booleans(),
 )
-LANES_ONLY = NO_LATENCY.changed(overlap=False)
-"""A machine on which only traces with `overlaps` send while they compute."""
+NO_STREAMS = NO_LATENCY.changed(overlap=False)
+"""A machine on which only traces with `overlaps` communicate concurrently with compute."""
 
 
 def seconds(trace: Trace, machine: Hardware) -> float:
@@ -50,7 +50,7 @@ def test_nothing_faster_makes_a_step_slower(trace: Trace, machine: Hardware, fac
     for name in ("link_gbit_s", "in_node_gbyte_s", "memory_gbyte_s", "peak_tflops"):
         faster = machine.changed(**{name: getattr(machine, name) * factor})
         assert seconds(trace, faster) <= before * (1 + 1e-12)
-    sooner = machine.changed(link_latency_us=machine.known("link_latency_us") / factor)
+    sooner = machine.changed(link_latency_us=machine.require("link_latency_us") / factor)
     assert seconds(trace, sooner) <= before
 
 
@@ -59,9 +59,9 @@ def test_a_step_lies_between_its_busiest_resource_and_the_sum(trace: Trace, mach
     timeline = simulate(trace, machine)
     in_order = simulate(trace, machine.changed(overlap=False))
     busy = timeline.busy_seconds
-    stolen = sum(op.seconds for op in timeline.ops if op.beside)
+    lost = sum(op.seconds for op in timeline.ops if op.is_slowdown)
     assert max(busy.values()) <= timeline.step_seconds * (1 + 1e-9)
-    assert timeline.step_seconds <= (sum(busy.values()) + stolen) * (1 + 1e-9)
+    assert timeline.step_seconds <= (sum(busy.values()) + lost) * (1 + 1e-9)
     assert sum(timeline.critical_seconds.values()) == pytest.approx(timeline.step_seconds)
     assert sum(timeline.phase_seconds().values()) == pytest.approx(timeline.step_seconds)
     assert set(busy) == set(KINDS)
@@ -101,19 +101,19 @@ def test_with_free_compute_a_step_is_the_link() -> None:
     assert timeline.bottleneck == "across link"
 
 
-def test_only_the_first_gather_and_the_last_reduction_show_when_compute_is_longer() -> None:
-    """Plain FSDP2 with gathers a bit shorter than compute: all but the ends is hidden."""
+def test_only_the_first_gather_and_the_last_reduction_are_exposed_when_compute_is_longer() -> None:
+    """Gathers of plain FSDP2 are a bit shorter than compute, so all but the ends are hidden."""
     trace = flat_trace(units=6)
     machine = NO_LATENCY.changed(link_gbit_s=1000.0)
     timeline = simulate(trace, machine)
     one = timeline.busy_seconds["across link"] / sum(not isinstance(e, Compute) for e in trace.events)
-    shown = timeline.step_seconds - timeline.busy_seconds["compute"]
+    exposed = timeline.step_seconds - timeline.busy_seconds["compute"]
     assert one < trace.flops / 18 / 312e12 / machine.compute_share
-    assert shown == pytest.approx(2 * one)
+    assert exposed == pytest.approx(2 * one)
 
 
-def test_a_reduction_waits_for_the_one_before_and_holds_up_compute() -> None:
-    """Two units whose reductions take long: compute of the third waits for the first reduction."""
+def test_a_reduction_waits_for_the_one_before_and_delays_compute() -> None:
+    """Two units have long reductions, so compute of the third waits for the first reduction."""
     machine = NO_LATENCY.changed(in_node_gbyte_s=1e9)
     long = (hop("flat", "reduce_scatter", 1 << 30),)
     events: list[Event] = []
@@ -126,32 +126,32 @@ def test_a_reduction_waits_for_the_one_before_and_holds_up_compute() -> None:
 
 
 def _reductions(*hops: TracedHop) -> dict[str, Op]:
-    """Backward of three units with lanes; its operations."""
+    """Return the operations of a backward of three units with communication threads."""
     events: list[Event] = []
     for name in ("c", "b", "a"):
         events += [Compute(name, "backward", 10**12, 0), Reduce(name, hops)]
-    timeline = simulate(replace(flat_trace(), events=tuple(events), overlaps=True), LANES_ONLY)
-    return {op.name: op for op in timeline.ops if op.kind != "wait" and not op.beside}
+    timeline = simulate(replace(flat_trace(), events=tuple(events), overlaps=True), NO_STREAMS)
+    return {op.name: op for op in timeline.ops if op.kind != "wait" and not op.is_slowdown}
 
 
-def test_with_lanes_compute_waits_until_gradients_are_encoded() -> None:
+def test_with_communication_threads_compute_waits_until_gradients_are_encoded() -> None:
     ops = _reductions(hop("across", "all_to_all", 1 << 30, coded=1 << 28, codec="int4"))
     assert ops["backward a"].start < ops["across reduce c, chunk 1/1"].end
     assert ops["backward a"].start >= ops["encode reduce c, chunk 1/1"].end
-    # Two at work: the next one is encoded meanwhile, and follows on the link at once.
+    # Two reductions are concurrent: the next one is encoded meanwhile, and its hop follows immediately.
     assert ops["encode reduce b, chunk 1/1"].end < ops["across reduce c, chunk 1/1"].end
     assert ops["across reduce b, chunk 1/1"].start == ops["across reduce c, chunk 1/1"].end
     assert ops["encode reduce a, chunk 1/1"].start >= ops["decode reduce c, chunk 1/1"].end
 
 
-def test_with_lanes_compute_waits_for_the_end_of_a_ring() -> None:
+def test_with_communication_threads_compute_waits_for_the_end_of_a_ring() -> None:
     ops = _reductions(hop("flat", "reduce_scatter", 1 << 30))
     assert ops["backward a"].start == pytest.approx(ops["flat reduce c, chunk 1/1"].end)
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
-def test_only_lanes_wait_for_a_core_after_each_hop(streams: bool, overlaps: bool) -> None:
+def test_only_communication_threads_wait_for_a_core_after_each_hop(streams: bool, overlaps: bool) -> None:
     trace = replace(two_hop_trace(units=1, chunks=1), overlaps=overlaps)
     machine = NO_LATENCY.changed(overlap=streams)
     longer = seconds(trace, machine.changed(core_wait_us=1e6)) - seconds(trace, machine)
@@ -160,7 +160,7 @@ def test_only_lanes_wait_for_a_core_after_each_hop(streams: bool, overlaps: bool
 
 
 def test_forward_keeps_two_gathers_in_flight() -> None:
-    """The third gather waits for the copy-out of the first, which is when its compute starts."""
+    """The third gather waits for the copy-out of the first, at the start of its compute."""
     gather = (hop("flat", "all_gather", 1 << 10),)
     events: list[Event] = []
     for name in ("a", "b", "c", "d"):
@@ -179,7 +179,7 @@ def test_gathers_of_a_micro_batch_wait_for_the_one_before() -> None:
     assert ops[again].start == pytest.approx(max(op.end for op in ops[:again]))
 
 
-def test_the_all_reduce_of_hsdp_holds_nothing_up_but_the_end() -> None:
+def test_only_the_end_waits_for_the_all_reduce_of_hsdp() -> None:
     scatter, replicas = hop("in-node", "reduce_scatter", 1 << 20), hop("across", "all_reduce", 1 << 28)
     gather = (hop("in-node", "all_gather", 1 << 20),)
     trace = make_trace(4, 10**12, 1, first=gather, again=gather, reduce=(scatter, replicas))
@@ -191,7 +191,7 @@ def test_the_all_reduce_of_hsdp_holds_nothing_up_but_the_end() -> None:
 
 
 def test_codec_kernels_take_time_from_compute() -> None:
-    """Links are free, so a step is compute and codec, not the longer of the two."""
+    """Links are free, so a step is the sum of compute and codec, not the longer of the two."""
     machine = NO_LATENCY.changed(link_gbit_s=1e12, in_node_gbyte_s=1e12)
     busy = (timeline := simulate(two_hop_trace(), machine)).busy_seconds
     assert timeline.step_seconds > busy["compute"] + 0.7 * busy["codec"] > 1.01 * busy["compute"]

@@ -34,7 +34,7 @@ def test_sums_over_a_step() -> None:
 
 
 def sent(collective: str, *hops: tuple[str, str, dict[Operation, int]]) -> Ledger:
-    """What a ledger has after one call of two chunks; by hop a codec, and what it did."""
+    """Return the ledger of one call of two chunks. Each hop has a codec, and its elements by operation."""
     ledger = Ledger()
     for _ in range(2):
         for hop, codec, work in hops:
@@ -46,7 +46,7 @@ def sent(collective: str, *hops: tuple[str, str, dict[Operation, int]]) -> Ledge
     return ledger
 
 
-def test_hops_of_a_call_are_read_off_the_ledger() -> None:
+def test_the_ledger_of_a_call_gives_its_hops() -> None:
     across, in_node = ShardGroup(2, 4).hops_of(
         sent("all_gather", ("across", "int8", {"encode": 5}), ("in-node", "int8", {"decode": 40})), 8
     )

@@ -1,1 +1,1 @@
-"""The benchmark: every strategy trained for real on a lab cluster, measured in one interleaved run."""
+"""The benchmark: real training with every strategy on a lab cluster, in one interleaved run."""

@@ -1,4 +1,4 @@
-"""A rank of the benchmark: python -m zeropp.tools.bench SOCKET, started by torchrun."""
+"""Entry point of a benchmark rank: torchrun runs python -m zeropp.tools.bench SOCKET."""
 
 import sys
 

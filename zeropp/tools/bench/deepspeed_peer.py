@@ -1,13 +1,13 @@
-"""DeepSpeed's ZeRO-3 as a strategy of the benchmark, where it is installed (pip install 'zeropp[deepspeed]').
+"""DeepSpeed's ZeRO-3 as a strategy of the benchmark, if installed (pip install 'zeropp[deepspeed]').
 
-Its ZeRO++ cannot be compared in full on CPU: qwZ and qgZ need CUDA kernels. hpZ can. Weights and gradients
-travel as fp32, since it computes in what it sends and 16-bit products are slow on most CPUs: compare it with
-FSDP2 as it comes.
+On a CPU only hpZ of DeepSpeed's ZeRO++ runs: qwZ and qgZ need CUDA kernels. Weights and gradients are sent in
+fp32, because DeepSpeed sends the compute dtype and 16-bit products are slow on most CPUs. The fair comparison
+is FSDP2 as it comes.
 
 [Note: The same work]
-Some of DeepSpeed's defaults change what is compared, so they are set to what FSDP2 does. Gradients are not
-clipped (by default, to a norm of 1). Every layer is resharded after use (by default it keeps up to 10^9
-parameters, all of a small model; then backward sends nothing, and hpZ has nothing to save).
+Some of DeepSpeed's defaults change the amount of work, so they are set to FSDP2's behaviour. Gradients are
+not clipped (the default clips to a norm of 1). Every layer is resharded after use (the default keeps up to
+10^9 parameters, which is all of a small model; backward then sends nothing, and hpZ has nothing to save).
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from .workload import Data, Workload, loss_of
 
 
 class DeepSpeedTraining:
+    """A model that DeepSpeed trains. See `BenchTraining`."""
+
     def __init__(self, strategy: Strategy, workload: Workload, ranks_per_node: int) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed  # type: ignore[import-not-found]  # optional: see Strategy.why_not
 
-        # Without this it compiles an extension for inference, for minutes.
+        # Otherwise DeepSpeed compiles an extension for inference, which takes minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # Every strategy has process groups of its own, and DeepSpeed remembers those of its last model.
+        # Each strategy has new process groups, and DeepSpeed caches those of its last model.
         deepspeed.comm.comm.cdb = None
         importlib.reload(deepspeed.utils.groups)
         deepspeed.init_distributed("gloo", verbose=False)
@@ -55,7 +57,7 @@ class DeepSpeedTraining:
         self._optimizer = workload.make_optimizer(model)
         self._initialize, self._model, self.engine = deepspeed.initialize, model, None
         self.data = Data(workload, dist.get_rank())
-        self.phase_bytes: list[int] = []  # its limit needs none: on a CPU it does not overlap
+        self.phase_bytes: list[int] = []  # its limit needs none, because it does not overlap on a CPU
 
     def step(self, micro_batches: int) -> float:
         engine = self._engine(micro_batches)
@@ -69,14 +71,15 @@ class DeepSpeedTraining:
         return total
 
     def _engine(self, micro_batches: int) -> Any:
-        """Made at the first step: DeepSpeed is told the number of micro-batches when it starts."""
+        """Create the engine in the first step, because DeepSpeed needs the number of micro-batches."""
         if self.engine is None:
             settings = self._settings | {"gradient_accumulation_steps": micro_batches}
             self.engine, *_ = self._initialize(model=self._model, optimizer=self._optimizer, config=settings)
             self._micro_batches = micro_batches
         if micro_batches != self._micro_batches:
             raise ValueError(
-                f"a step of {micro_batches} micro-batches after one of {self._micro_batches}: build anew"
+                f"a step has {micro_batches} micro-batches; expected {self._micro_batches}, as in the first "
+                "step; build the model again for another number"
             )
         return self.engine
 
@@ -84,7 +87,7 @@ class DeepSpeedTraining:
         return self._parameters
 
     def model_state_bytes(self) -> int:
-        """A rank's part of fp32 weights, gradients and two moments."""
+        """Return the bytes of a rank's shard of fp32 weights, gradients and two moments."""
         return 16 * self._parameters // dist.get_world_size()
 
     def communication_bytes(self) -> int:

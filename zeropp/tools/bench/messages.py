@@ -1,4 +1,4 @@
-"""What the bench process asks of its ranks, and what each rank answers. All of it is pickled."""
+"""Requests of the benchmark process to its ranks, and their answers. Connections pickle them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .workload import Workload
 
 @dataclass(frozen=True)
 class Build:
-    """Replace the model by a fresh one. Answer: `Built`."""
+    """Replaces the model by a new one. Answer: `Built`."""
 
     strategy: Strategy
     workload: Workload
@@ -19,56 +19,58 @@ class Build:
 @dataclass(frozen=True)
 class Built:
     parameters: int
-    """How many the whole model has."""
+    """Number of parameters of the whole model."""
 
 
 @dataclass(frozen=True)
 class TakeSteps:
-    """Take some optimizer steps. Answer: `Steps`."""
+    """Takes some optimizer steps. Answer: `Steps`."""
 
     count: int
     micro_batches: int
-    """How many each step has."""
+    """Micro-batches per step."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Some optimizer steps on this rank. Bytes and CPU time are those of all steps together."""
+    """Some optimizer steps on one rank. Bytes and CPU time are sums over all steps."""
 
     seconds: list[float]
     losses: list[float]
     tx_bytes: int
-    """Sent by this rank's node."""
+    """Bytes that the rank's node has sent."""
     rx_bytes: int
-    """Received by this rank's node."""
+    """Bytes that the rank's node has received."""
     ledger_bytes: int | None
-    """What this rank sent to other nodes, as its ledger has it; None: no ledger."""
+    """Bytes that the rank has sent to other nodes, from its ledger. None: no ledger."""
     cpu_seconds: float
-    """What this rank took of the cores, with the threads of gloo."""
+    """CPU time of the rank, including gloo's threads."""
     phase_bytes: list[int]
-    """What this rank sent to other nodes in each phase of the last step; empty if they are not told apart."""
+    """Bytes that the rank has sent to other nodes in each phase of the last step. Empty if unknown."""
 
 
 @dataclass(frozen=True)
 class Choose:
-    """Take steps until zeropp has chosen a Config, of a strategy that leaves it to it. Answer: `Chosen`."""
+    """Takes steps until `apply(model, "auto")` has chosen a Config. Answer: `Chosen`."""
 
     micro_batches: int
 
 
 @dataclass(frozen=True)
 class Chosen:
+    """The choice of `apply(model, "auto")`."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class ReadMemory:
-    """Say how much memory the model has taken since it was built. Answer: `Memory`."""
+    """Reads the memory that the model has taken since it was built. Answer: `Memory`."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of this rank."""
+    """Memory of one rank in bytes."""
 
     peak_bytes: int
     model_state_bytes: int
@@ -77,20 +79,22 @@ class Memory:
 
 @dataclass(frozen=True)
 class ProfileStep:
-    """Take one optimizer step with a profiler. Answer: `ProfiledStep`."""
+    """Takes one optimizer step with a profiler. Answer: `ProfiledStep`."""
 
     micro_batches: int
 
 
 @dataclass(frozen=True)
 class ProfiledStep:
+    """Time of one profiled step."""
+
     parts_ms: dict[str, float]
-    """Where the time of the step went: milliseconds of each of `profile.PARTS`."""
+    """Milliseconds of each of `profile.PARTS`."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The answer to any request that raised an exception."""
+    """Answer to a request that has raised an exception."""
 
     traceback: str
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from the labels that zeropp and torch leave in a profile."""
+"""Split of a step's time into parts, from the labels of zeropp and torch in a profile."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ PARTS = (
     "other collectives",
     "compute",
 )
-"""What the time of a step is split into, in its order. "recode" is decode, sum and encode between the two
-hops of the gradients; "wait" is what the training thread waits for them, if they run beside it, and then only
-that takes time from the step; "other collectives" are those that zeropp did not send; "compute" is all the
-rest of the step."""
+"""Parts of a step's time, in the order of tables.
+
+- "recode": decode, sum and encode between the two hops of gradients.
+- "wait": time that the training thread waits for concurrent communication. If there is any, the hops run
+  concurrently with compute, and only "wait" takes time from the step.
+- "other collectives": collectives that zeropp did not send.
+- "compute": the rest of the step.
+"""
 
 SUBJECT = {"all_gather": "weights", "reduce_scatter": "gradients"}
 
 
 def split_step(profiler: Any, step_ms: float) -> dict[str, float]:
-    """Milliseconds per part; they add up to `step_ms`, unless hops run beside what computes."""
+    """Return the milliseconds of each part. They add up to `step_ms`, unless hops overlap compute."""
     parts = dict.fromkeys(PARTS, 0.0)
     labelled: list[tuple[float, float]] = []
     collectives: list[tuple[float, float]] = []
@@ -47,7 +51,7 @@ def split_step(profiler: Any, step_ms: float) -> dict[str, float]:
 
 
 def part_of(label: str) -> str | None:
-    """Which of `PARTS` a label of the profile stands for; None: it is not one of zeropp's.
+    """Return the part of `PARTS` that a label of the profile belongs to, or None for other labels.
 
     >>> part_of(str(Label("all_gather", "across", "blocks.0")))
     'weights across'
@@ -63,7 +67,7 @@ def _overlaps(span: tuple[float, float], others: list[tuple[float, float]]) -> b
 
 
 def _length(spans: list[tuple[float, float]]) -> float:
-    """How much time the spans cover together: collectives that overlap are waited for once."""
+    """Return the length of the union of the spans, so that overlapping collectives count once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

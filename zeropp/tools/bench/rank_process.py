@@ -1,6 +1,6 @@
-"""A rank of the benchmark: does what the bench process says over a unix socket, which crosses no link.
+"""A rank of the benchmark. It serves requests of the benchmark process over a unix socket, outside all links.
 
-One model at a time. Every model gets a process group of its own, so that it starts like a fresh job.
+A rank has one model at a time. Each model has a new process group, so that it starts like a new job.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from .messages import (
     TakeSteps,
 )
 from .profile import split_step
-from .training import FsdpTraining, Training, start_training
+from .training import BenchTraining, FsdpTraining, start_training
 
 STORE_PORT = 29400
 TIMEOUT = timedelta(seconds=600)
 
 
 class RankProcess:
+    """One rank, with the model that it trains at the moment."""
+
     def __init__(self) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -52,11 +54,10 @@ class RankProcess:
             os.environ["MASTER_ADDR"], STORE_PORT, self.world_size, self.rank == 0, timeout=TIMEOUT
         )
         self.builds = 0
-        self.training: Training | None = None
+        self.training: BenchTraining | None = None
         self.peak_memory: PeakMemory | None = None
 
-    def answer(self, request: Request) -> Answer:
-        """Do what is asked for."""
+    def handle(self, request: Request) -> Answer:
         match request:
             case Build():
                 return self._build(request)
@@ -72,7 +73,7 @@ class RankProcess:
                 assert_never(request)
 
     def _build(self, request: Build) -> Built:
-        """Replace the model. A strategy may refuse; it does so on all ranks, and the process goes on."""
+        """Replace the model. If a strategy raises an exception, all ranks raise it and keep running."""
         self._drop()
         self.builds += 1
         dist.init_process_group(
@@ -84,13 +85,13 @@ class RankProcess:
         )
         self.peak_memory = PeakMemory()
         self.training = start_training(request.strategy, request.workload, self.ranks_per_node)
-        self.peak_memory.restart()  # what building took is over
+        self.peak_memory.restart()  # memory that only the build needed does not count
         return Built(self.training.parameters())
 
     def _drop(self) -> None:
         self.training = None
         gc.collect()
-        gc.freeze()  # what is left are modules: nothing to look through before the next model
+        gc.freeze()  # only imported modules are left, so later collections can skip them
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -98,7 +99,8 @@ class RankProcess:
     def _take_steps(self, request: TakeSteps) -> Steps:
         training = self._training()
         ledger_before = training.ledger_bytes()
-        (tx_before, rx_before), seconds, losses = _link_bytes(), [], []
+        tx_before, rx_before = _link_bytes()
+        seconds, losses = [], []
         cpu_before, started = time.process_time(), time.monotonic()
         for _ in range(request.count):
             losses.append(training.step(request.micro_batches))
@@ -108,15 +110,15 @@ class RankProcess:
         cpu_seconds = time.process_time() - cpu_before
         tx_bytes, rx_bytes = _link_bytes()
         ledger_now = training.ledger_bytes()
-        counted = None if ledger_now is None or ledger_before is None else ledger_now - ledger_before
+        ledger_bytes = None if ledger_now is None or ledger_before is None else ledger_now - ledger_before
         return Steps(
             seconds,
             losses,
-            tx_bytes - tx_before,
-            rx_bytes - rx_before,
-            counted,
-            cpu_seconds,
-            list(training.phase_bytes),
+            tx_bytes=tx_bytes - tx_before,
+            rx_bytes=rx_bytes - rx_before,
+            ledger_bytes=ledger_bytes,
+            cpu_seconds=cpu_seconds,
+            phase_bytes=list(training.phase_bytes),
         )
 
     def _choose(self, request: Choose) -> Chosen:
@@ -137,15 +139,16 @@ class RankProcess:
         assert self.peak_memory is not None
         return Memory(self.peak_memory.bytes, training.model_state_bytes(), training.communication_bytes())
 
-    def _training(self) -> Training:
+    def _training(self) -> BenchTraining:
         assert self.training is not None
         return self.training
 
 
 def _link_bytes() -> tuple[int, int]:
-    """Sent and received by this node, between steps of all ranks.
+    """Return the bytes that this node has sent and received.
 
-    /proc/net/dev is of the network namespace of whoever reads it."""
+    /proc/net/dev shows the network namespace of the reader. No rank sends between the two barriers.
+    """
     dist.barrier()
     lines = Path("/proc/net/dev").read_text().splitlines()
     (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
@@ -165,6 +168,6 @@ def main(address: str) -> None:
             except EOFError:
                 return
             try:
-                connection.send(process.answer(request))
+                connection.send(process.handle(request))
             except Exception:
                 connection.send(Failure(traceback.format_exc()))

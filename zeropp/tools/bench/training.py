@@ -1,4 +1,4 @@
-"""A model in training, sharded and sent as its strategy says, and its optimizer step, on one rank."""
+"""Training of a model with a strategy, on one rank of the benchmark."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from .deepspeed_peer import DeepSpeedTraining
 from .workload import Data, Workload, loss_of
 
 
-class Training(Protocol):
-    """A model in training, whichever library does it."""
+class BenchTraining(Protocol):
+    """A model in training, with any library."""
 
     def step(self, micro_batches: int) -> float:
-        """One optimizer step; the loss of this rank."""
+        """Take one optimizer step and return the loss of this rank."""
 
     def parameters(self) -> int: ...
     def model_state_bytes(self) -> int: ...
     def communication_bytes(self) -> int: ...
     def ledger_bytes(self) -> int | None:
-        """What this rank has sent to other nodes so far, as its ledger has it; None: no ledger."""
+        """Return the bytes that this rank has sent to other nodes, from its ledger. None: no ledger."""
 
     @property
     def phase_bytes(self) -> list[int]:
-        """What this rank sent to other nodes in the last step: in forward and backward of each micro-batch,
-        and in the optimizer; empty if they are not told apart."""
+        """Bytes that this rank has sent to other nodes in each phase of the last step: forward and backward
+        of each micro-batch, optimizer. Empty if unknown."""
 
 
 class FsdpTraining:
-    """FSDP2 in all its variants, with zeropp or without."""
+    """A model that FSDP2 trains, with or without zeropp. See `BenchTraining`."""
 
     def __init__(self, strategy: Strategy, workload: Workload, ranks_per_node: int) -> None:
         self.strategy = strategy
@@ -72,7 +72,8 @@ class FsdpTraining:
         self.optimizer.zero_grad()
         self._end_phase()
         if self.strategy.engine == "compute":
-            dist.barrier()  # or ranks drift apart, and those behind get the cores of those that are done
+            # Without communication ranks would drift apart, and slow ranks would get the cores of fast ones.
+            dist.barrier()
         return total.item()
 
     def _end_phase(self) -> None:
@@ -81,7 +82,7 @@ class FsdpTraining:
         self._sent_before = sent
 
     def choose(self, micro_batches: int) -> str:
-        """Take steps until zeropp has chosen a Config, of a strategy that leaves it to it: which one."""
+        """Take steps until `apply(model, "auto")` has chosen a Config, and return its name."""
         search = None if self.zpp is None else self.zpp.search
         assert search is not None
         while search.chosen is None:  # all ranks choose after the same step
@@ -92,7 +93,7 @@ class FsdpTraining:
         return self._parameters
 
     def model_state_bytes(self) -> int:
-        """Sharded weights, their gradients (as many bytes again) and the optimizer's state."""
+        """Return the bytes of sharded weights, of their gradients (equally many) and of optimizer state."""
         weights = sum(_local(p).nbytes for p in self.model.parameters())
         state = [v for values in self.optimizer.state.values() for v in values.values()]
         return 2 * weights + sum(_local(value).nbytes for value in state if isinstance(value, Tensor))
@@ -104,7 +105,7 @@ class FsdpTraining:
         return None if self.zpp is None else self.zpp.ledger.total().across_bytes
 
 
-def start_training(strategy: Strategy, workload: Workload, ranks_per_node: int) -> Training:
+def start_training(strategy: Strategy, workload: Workload, ranks_per_node: int) -> BenchTraining:
     if strategy.engine == "deepspeed":
         return DeepSpeedTraining(strategy, workload, ranks_per_node)
     return FsdpTraining(strategy, workload, ranks_per_node)
@@ -116,7 +117,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def send_nothing(model: nn.Module) -> None:
-    """Give a model comms that send nothing: what is left is compute."""
+    """Install comms that send nothing, so that steps are compute only."""
     modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_custom_all_gather(_NoAllGather())
@@ -124,7 +125,8 @@ def send_nothing(model: nn.Module) -> None:
 
 
 class _NoAllGather:
-    """Takes every shard to be equal to this rank's first one: numbers of the right size, and no cost."""
+    """All-gather without communication. It fills the first output with copies of this rank's shard, and keeps
+    it: weights have a plausible magnitude at no cost."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -143,10 +145,10 @@ class _NoAllGather:
 
 
 class _NoReduceScatter:
-    """Takes this rank's own gradients to be the reduced ones."""
+    """Reduce-scatter without communication. It returns this rank's part of its own gradients."""
 
     def __init__(self) -> None:
-        self._buffer: Tensor | None = None  # of full gradients; what is returned becomes `.grad`
+        self._buffer: Tensor | None = None  # of full gradients; the output must be new, as it becomes `.grad`
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._buffer is not None and self._buffer.shape == torch.Size(size):

@@ -1,4 +1,4 @@
-"""What the benchmark trains: a small GPT on the source code of Python's standard library, byte by byte."""
+"""Model and data of the benchmark: a small GPT on the bytes of Python's standard library."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ HEAD_WIDTH = 64
 
 @dataclass(frozen=True)
 class Workload:
-    """Size of the model and of what it sees; the default has 6.6M parameters.
+    """Size of the model and of its batches. The default has 6.6M parameters.
 
-    Few tokens make a step of nothing but communication, which no link rate can turn into a regime."""
+    With too few tokens a step is nearly all communication, and no link rate can reach a regime's share.
+    """
 
     layers: int = 2
     width: int = 512
     """A multiple of 64, the width of an attention head."""
     context: int = 128
-    """Bytes of a sequence."""
+    """Bytes per sequence."""
     batch: int = 12
     """Sequences per rank and micro-batch."""
     learning_rate: float = 1e-3
@@ -39,7 +40,7 @@ class Workload:
             raise ValueError(f"width is {self.width!r}; expected a multiple of {HEAD_WIDTH}")
 
     def build_model(self) -> GPT:
-        """The whole model, the same on every rank."""
+        """Build the whole model, with the same weights on every rank."""
         config = GPTConfig(
             layers=self.layers,
             width=self.width,
@@ -51,13 +52,13 @@ class Workload:
         return GPT(config, self.seed)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Fused, as in `zeropp train` and in what the planner counts."""
+        """Create a fused AdamW, which `zeropp train` and the planner use, too."""
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, fused=True)
 
     @property
     def first_and_last_share(self) -> float:
-        """The share of parameters that are in the root unit or in the first block: gathered before anything
-        computes, reduced after everything has."""
+        """Share of the parameters in the root unit and the first block. Their gathers precede all compute,
+        and their reductions follow it."""
         with torch.device("meta"):
             model = self.build_model()
         others = sum(p.numel() for block in list(model.blocks)[1:] for p in block.parameters())
@@ -65,12 +66,12 @@ class Workload:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of next bytes: logits [batch, context, 256], targets [batch, context]."""
+    """Return the mean loss of the next bytes. Logits are [batch, context, 256], targets [batch, context]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Data:
-    """Endless batches of one rank, the same for every strategy of the benchmark."""
+    """Endless batches of one rank, the same for every strategy."""
 
     def __init__(self, workload: Workload, rank: int) -> None:
         self._workload = workload
@@ -80,7 +81,7 @@ class Data:
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """tokens and targets, [batch, context] each."""
+        """Return tokens and targets, [batch, context] each."""
         length = self._workload.context + 1
         starts = torch.randint(
             len(self._text) - length, (self._workload.batch,), generator=self._generator

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ..atomic_files import check_file, write_file
 from ..bench.results import Results, verdicts
-from ..bench.run import Settings, run_bench
+from ..bench.run import BenchSettings, run_bench
 from ..report import bench_tables, render_bench
 from ..report.bench_tables import EXPLANATION
 from .options import read_options
@@ -25,7 +25,7 @@ class Options:
 
     This creates a cluster of network namespaces, finds the link rate of the regime, and takes minutes."""
 
-    settings: Annotated[Settings, tyro.conf.arg(name="")]
+    settings: Annotated[BenchSettings, tyro.conf.arg(name="")]
     json: Path = Path("bench.json")
     """File for the numbers. An interrupted run writes its numbers too."""
     html: Path = Path("bench.html")
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _run(settings: Settings, console: Console, path: Path) -> Results:
+def _run(settings: BenchSettings, console: Console, path: Path) -> Results:
     """Run the benchmark. It saves the results so far, so that `--show` works after an interruption."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
     with Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=600) as progress:

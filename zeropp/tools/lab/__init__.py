@@ -1,4 +1,4 @@
-"""The lab: a cluster of network namespaces on one machine, to train on for real and to measure."""
+"""The lab: a cluster of network namespaces on one machine, for real training and measurements."""
 
 from .cluster import Cluster, LabError, Link, LinkCounters
 from .job import Job, JobError, JobResult

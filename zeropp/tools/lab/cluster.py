@@ -1,4 +1,4 @@
-"""`Cluster`: nodes on one machine, as network namespaces with shaped links, to run torchrun jobs on."""
+"""`Cluster`: nodes on one machine for torchrun jobs. Nodes are network namespaces with shaped links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from .job import Job, JobResult, OnLine, rank_environment, torchrun
 from .link_properties import parse_delay_us, parse_loss_percent, parse_rate_bit_s
-from .processes import RUN_VARIABLE, folder_of, run_id
+from .processes import LAB_VARIABLE, lab_folder, lab_id
 
 INTERFACE = "eth0"
 FIRST_PORT = 29500
@@ -26,12 +26,12 @@ HERE = Path(__file__).parent
 
 
 class LabError(RuntimeError):
-    """The lab cannot be built here, or its network process is gone."""
+    """This machine cannot build a lab, or the lab's network process has ended."""
 
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """What a node's interface has sent and received since the cluster was built."""
+    """Traffic of a node's interface since the cluster was built."""
 
     tx_bytes: int
     rx_bytes: int
@@ -49,17 +49,17 @@ class LinkCounters:
 
 @dataclass(frozen=True)
 class Link:
-    """What a node's link is like, in the words of the user."""
+    """Properties of a node's link, as text."""
 
     link: str = "1gbit"
     """Rate in each direction, or "unlimited"."""
     delay: str = "0ms"
-    """One way, from this node to any other."""
+    """One-way delay from this node to any other."""
     loss: str = "0%"
-    """How many of the packets that this node sends are lost."""
+    """Share of lost packets of those that this node sends."""
 
     def request(self) -> dict[str, Any]:
-        """Parsed; raises on values that make no sense."""
+        """Return the parsed properties, as network.py takes them. Raises ValueError for invalid ones."""
         return {
             "rate_bit_s": parse_rate_bit_s(self.link),
             "delay_us": parse_delay_us(self.delay),
@@ -68,14 +68,14 @@ class Link:
 
 
 class Cluster:
-    """Nodes joined by a switch; every node has one link, all are alike at first.
+    """Nodes on a switch. Each node has one link, and all links are alike at first.
 
         with Cluster(nodes=2, ranks_per_node=2, link="300mbit") as cluster:
             cluster.run(["train.py", "--steps", "10"]).check()
             print(cluster.counters())
 
-    Works as root, or in a user namespace. Everything is gone when the block is left, in whatever way; even if
-    this process is killed, as network.py explains in [Note: End of life].
+    It works as root or in a user namespace. The end of the block removes everything, and so does the death of
+    this process: see [Note: End of life] in network.py.
     """
 
     def __init__(
@@ -90,11 +90,12 @@ class Cluster:
         _check_count("ranks_per_node", ranks_per_node, MAX_RANKS_PER_NODE)
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.links = [Link(link, delay, loss)] * nodes
-        """What each node's link is like now."""
+        """Current properties of each node's link."""
         self.links[0].request()
         self.rootless = False
         self._network: subprocess.Popen[str] | None = None
         self._namespace_fds: list[int] = []
+        self._addresses: list[str] = []
         self._jobs = 0
         self._lock = threading.Lock()
 
@@ -103,7 +104,7 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def __enter__(self) -> Self:
-        """Build it. Raises LabError if this machine cannot."""
+        """Build the cluster. Raises LabError if this machine cannot."""
         if find_spec("pyroute2") is None:
             raise LabError("the lab needs the package pyroute2: pip install 'zeropp[lab]'")
         self._network = subprocess.Popen(
@@ -114,14 +115,15 @@ class Cluster:
             text=True,
             start_new_session=True,
         )
-        self.folder = folder_of(run_id(self._network.pid))
-        """For small files, as long as the cluster is up."""
+        self.folder = lab_folder(lab_id(self._network.pid))
+        """Folder for small files. It exists as long as the cluster."""
         try:
             self.folder.mkdir(mode=0o700)
-            hello = self._read_answer()
-            self.rootless, self._namespace_fds = hello["rootless"], hello["namespace_fds"]
+            built = self._read_answer()
+            self.rootless, self._namespace_fds = built["rootless"], built["namespace_fds"]
+            self._addresses = built["addresses"]
             for node, link in enumerate(self.links):
-                self._ask({"do": "set", "node": node, **link.request()})
+                self._request({"do": "set", "node": node, **link.request()})
         except BaseException:
             self.close()
             raise
@@ -133,7 +135,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Take everything down. Doing it twice is harmless."""
+        """Remove everything. A second call does nothing."""
         if self._network is None:
             return
         network, self._network = self._network, None
@@ -152,7 +154,14 @@ class Cluster:
         on_line: OnLine | None = None,
         log_folder: Path | None = None,
     ) -> Job:
-        """Start torchrun on every node with a Python program (["train.py", ...] or ["-m", "module", ...])."""
+        """Start a Python program with torchrun on every node.
+
+        Args:
+            program: ["train.py", ...] or ["-m", "module", ...].
+            environment: additional environment variables of the ranks.
+            on_line: called with each line of output.
+            log_folder: folder for a log of each rank and node.
+        """
         if log_folder is not None:
             log_folder.mkdir(parents=True, exist_ok=True)
         self._jobs += 1
@@ -175,22 +184,23 @@ class Cluster:
     def run(
         self, program: Sequence[str], *, timeout_seconds: float | None = None, **options: Any
     ) -> JobResult:
-        """`start` and wait."""
+        """Start a program and wait for it. `options` are those of `start`."""
         return self.start(program, **options).wait(timeout_seconds)
 
     def inside(self, node: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` inside a node; for anyone to start while the cluster is up."""
+        """Return the command line that runs `command` inside a node, as long as the cluster is up."""
         owner = str(self._running().pid)
         namespace_fd = str(self._namespace_fds[self._check_node(node)])
         enter = [sys.executable, "-I", "-S", str(HERE / "enter_node.py")]
         return [*enter, owner, namespace_fd, str(int(self.rootless)), *command]
 
     def address(self, node: int) -> str:
-        return f"10.77.{self._check_node(node) // 250}.{node % 250 + 1}"
+        """Return the IP address of a node."""
+        return self._addresses[self._check_node(node)]
 
     def counters(self) -> list[LinkCounters]:
-        """The kernel's counters of every node's link."""
-        return [LinkCounters(**values) for values in self._ask({"do": "counters"})]
+        """Return the kernel's counters of every node's link."""
+        return [LinkCounters(**values) for values in self._request({"do": "counters"})]
 
     def set_link(
         self,
@@ -200,24 +210,25 @@ class Cluster:
         delay: str | None = None,
         loss: str | None = None,
     ) -> None:
-        """Change a node's link, or all of them, at any time; what is not given stays as it is."""
+        """Change properties of a node's link, or of all links, at any time. None leaves a property as is."""
         for number in range(self.nodes) if node is None else [self._check_node(node)]:
             old = self.links[number]
             new = Link(link or old.link, delay or old.delay, loss or old.loss)
-            self._ask({"do": "set", "node": number, **new.request()})
+            self._request({"do": "set", "node": number, **new.request()})
             self.links[number] = new
 
     def link_down(self, node: int) -> None:
-        """Unplug a node. Its ranks still reach each other."""
-        self._ask({"do": "down", "node": self._check_node(node)})
+        """Disconnect a node. Its ranks still reach each other."""
+        self._request({"do": "down", "node": self._check_node(node)})
 
     def link_up(self, node: int) -> None:
-        self._ask({"do": "up", "node": self._check_node(node)})
+        self._request({"do": "up", "node": self._check_node(node)})
 
     def _kill(self) -> None:
-        """End whatever still runs on the nodes."""
-        with contextlib.suppress(LabError):  # then it is ended already: network.py, [Note: End of life]
-            self._ask({"do": "kill"})
+        """Kill all processes on the nodes."""
+        # Without a network process they are dead already: [Note: End of life] in network.py.
+        with contextlib.suppress(LabError):
+            self._request({"do": "kill"})
 
     def _torchrun(self, node: int, port: int, folder: Path, program: Sequence[str]) -> list[str]:
         nodes = ("--nnodes", str(self.nodes), "--node-rank", str(node))
@@ -225,18 +236,18 @@ class Cluster:
         return torchrun((*nodes, *master), self.ranks_per_node, folder, f"node-{node}", program)
 
     def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
-        ours = {"GLOO_SOCKET_IFNAME": INTERFACE, RUN_VARIABLE: run_id(self._running().pid)}
+        ours = {"GLOO_SOCKET_IFNAME": INTERFACE, LAB_VARIABLE: lab_id(self._running().pid)}
         return rank_environment({**ours, **extra})
 
-    def _ask(self, request: dict[str, Any]) -> Any:
+    def _request(self, request: dict[str, Any]) -> Any:
         network = self._running()
         assert network.stdin is not None
-        with self._lock:  # a schedule changes links while a job is running
+        with self._lock:  # a `Schedule` changes links from its thread
             try:
                 network.stdin.write(json.dumps(request) + "\n")
                 network.stdin.flush()
             except BrokenPipeError:
-                raise LabError(self._last_words()) from None
+                raise LabError(self._exit_message()) from None
             return self._read_answer()["result"]
 
     def _read_answer(self) -> dict[str, Any]:
@@ -244,13 +255,13 @@ class Cluster:
         assert network.stdout is not None
         line = network.stdout.readline()
         if not line:
-            raise LabError(self._last_words())
+            raise LabError(self._exit_message())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise LabError(_explain(answer["error"], answer.get("rootless")))
         return answer
 
-    def _last_words(self) -> str:
+    def _exit_message(self) -> str:
         network = self._running()
         assert network.stderr is not None
         return (
@@ -274,7 +285,12 @@ def _check_count(name: str, value: object, most: int) -> None:
 
 
 def _explain(error: str, rootless: bool | None) -> str:
-    """One error that says what is missing, for failures while the network is built."""
+    """Add the missing privileges or kernel features to an error of the build.
+
+    Args:
+        error: the error of the network process.
+        rootless: whether the lab is rootless. None: the error is from a request after the build.
+    """
     if rootless is None:
         return error
     if rootless:

@@ -1,8 +1,7 @@
-"""Runs one rank of a lab job and reports its exit: exit_code.py FOLDER PROGRAM..., run by torchrun in the
-place of the program.
+"""Wrapper of a rank that reports its exit code. torchrun runs exit_code.py FOLDER PROGRAM...
 
-torchrun tells the exit code of the first rank that failed. This one runs the program, leaves its exit code in
-FOLDER/<rank> (negative: the signal that ended it), and ends with the same.
+torchrun reports the exit code of the first failed rank only. This script runs the program, writes its exit
+code to FOLDER/<rank> (negative: a signal), and exits with the same code.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from pathlib import Path
 
 
 def main(folder: str, *program: str) -> int:
-    # faulthandler: a rank that a signal ends says where it was.
+    # faulthandler prints the stack of a rank that a signal ends.
     process = subprocess.Popen([sys.executable, "-u", "-X", "faulthandler", *program])
     signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     code = process.wait()
-    told = Path(folder, os.environ["RANK"])
-    told.with_suffix(".new").write_text(str(code))
-    told.with_suffix(".new").rename(told)  # whole, or not there
+    file = Path(folder, os.environ["RANK"])
+    file.with_suffix(".new").write_text(str(code))
+    file.with_suffix(".new").rename(file)  # atomic, so that readers never see half a file
     return code if code >= 0 else 128 - code
 
 

@@ -1,4 +1,4 @@
-"""Changes to links at given times: `5s node1 down`, `7s node1 up`, `10s all link=100mbit loss=1%`."""
+"""Scheduled changes of links: `5s node1 down`, `7s node1 up`, `10s all link=100mbit loss=1%`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .link_properties import parse_delay_us
 
 PROPERTIES = ("link", "delay", "loss")
 EXPECTED = (
-    "a time, a node or 'all', and what to do, such as '5s node1 down', '7s node1 up' or "
+    "a time, a node or 'all', and an action, such as '5s node1 down', '7s node1 up' or "
     "'10s all link=100mbit delay=5ms loss=1%'"
 )
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of one link, or of all.
+    """A change of one link or of all links.
 
     >>> Change.parse("7s node1 link=100mbit")
     Change(at_seconds=7.0, node=1, state=None, properties={'link': '100mbit'})
@@ -39,7 +39,7 @@ class Change:
         where = re.fullmatch(r"all|node(\d+)", words[1]) if len(words) >= 3 else None
         try:
             if where is None:
-                raise ValueError("it does not say when, where and what")
+                raise ValueError("it has no time, node or action")
             at_seconds = parse_delay_us(words[0], most_us=10**12) / 1e6
             node = None if where[1] is None else int(where[1])
             if words[2:] in (["up"], ["down"]):
@@ -65,9 +65,9 @@ class Change:
 
 
 class Schedule:
-    """Applies changes to a cluster, each at its time after `start`, in a thread of its own.
+    """Applies changes to a cluster in a separate thread, each at its time after `start`.
 
-    `on_change` hears of each; the first error stops the schedule and is raised by `stop`.
+    `on_change` is called after each change. The first error ends the schedule, and `stop` raises it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Schedule:
         for change in changes:
             if change.node is not None and change.node >= cluster.nodes:
                 raise ValueError(
-                    f"a change is for node {change.node}; the cluster has nodes 0 to {cluster.nodes - 1}"
+                    f"a change is for node {change.node}; expected a node from 0 to {cluster.nodes - 1}"
                 )
         self._cluster = cluster
         self._changes = sorted(changes, key=lambda change: change.at_seconds)

@@ -1,4 +1,4 @@
-"""Link properties as people write them: "1gbit", "20ms", "1%"; errors name what was given and expected."""
+"""Parsers of link properties: "1gbit", "20ms", "1%"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DELAY_US = 10 * 10**6
 
 
 def parse_rate_bit_s(text: str) -> int | None:
-    """Bits per second; None: not shaped.
+    """Return bits per second, or None for an unlimited link.
 
     >>> parse_rate_bit_s("1gbit"), parse_rate_bit_s("2.5mbit"), parse_rate_bit_s("unlimited")
     (1000000000, 2500000, None)
@@ -29,7 +29,7 @@ def parse_rate_bit_s(text: str) -> int | None:
 
 
 def parse_delay_us(text: str, most_us: int = MAX_DELAY_US) -> int:
-    """Microseconds, one way.
+    """Return microseconds.
 
     >>> parse_delay_us("20ms")
     20000
@@ -37,12 +37,12 @@ def parse_delay_us(text: str, most_us: int = MAX_DELAY_US) -> int:
     delay_us = _parse(text, DELAY_SUFFIXES_US)
     if delay_us is None or delay_us > most_us:
         most = f"{most_us // 10**6}s"
-        raise ValueError(f"time is {text!r}; expected one from 0ms to {most}, such as '20ms' or '150us'")
+        raise ValueError(f"time is {text!r}; expected a time from 0ms to {most}, such as '20ms' or '150us'")
     return round(delay_us)
 
 
 def parse_loss_percent(text: str) -> float:
-    """Percent of packets.
+    """Return percent.
 
     >>> parse_loss_percent("0.5%")
     0.5
@@ -54,14 +54,14 @@ def parse_loss_percent(text: str) -> float:
 
 
 def format_rate(rate_bit_s: int | None) -> str:
-    """The inverse of `parse_rate_bit_s`, rounded for people.
+    """Return the inverse of `parse_rate_bit_s`, rounded to three digits.
 
     >>> format_rate(312_500_000), format_rate(1_250_000_000), format_rate(999_600_000), format_rate(None)
     ('312mbit', '1.25gbit', '1gbit', 'unlimited')
     """
     if rate_bit_s is None:
         return UNLIMITED
-    rounded = float(f"{rate_bit_s:.3g}")  # before the suffix is chosen: 999.6mbit is 1gbit
+    rounded = float(f"{rate_bit_s:.3g}")  # rounded before the choice of the suffix: 999.6mbit is 1gbit
     suffix, bits = next(
         ((s, b) for s, b in reversed(RATE_SUFFIXES.items()) if rounded >= b), ("bit", RATE_SUFFIXES["bit"])
     )

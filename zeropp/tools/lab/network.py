@@ -1,27 +1,29 @@
-"""The process that owns a lab's network. Run as a script by `Cluster`, without torch.
+"""The process that owns a lab's network. `Cluster` runs this script, which does not import torch.
 
                      node 0                     switch                     node 1
     ranks -- eth0 [tbf, netem] ===veth=== [tbf] node0                eth0 -- ranks
                                                  br0  node1 ===veth===
 
-Every box is a network namespace that only this process holds. Nothing is named in the file system and nothing
-is in the machine's own namespace: when this process and the ranks are gone, the kernel takes everything down.
+Each node and the switch are network namespaces, and only this process holds them open. They have no names in
+the file system, and the machine's own namespace has no part of the lab. The kernel removes everything when
+this process and the ranks have ended.
 
 [Note: End of life]
-Standard input is a pipe from the owner. When it closes, because the owner left its `with` block or because it
-was killed, this process kills whatever still runs in its namespaces, and exits.
+Standard input is a pipe from the owner. It closes when the owner leaves its `with` block or is killed. This
+process then kills all processes in its namespaces and exits.
 
 [Note: Rootless]
-Without CAP_SYS_ADMIN and CAP_NET_ADMIN the namespaces live in a user namespace, where this process has both.
-It maps the user to itself: programs in the lab see the same user and the same files.
+Without CAP_SYS_ADMIN and CAP_NET_ADMIN the namespaces belong to a user namespace, in which this process has
+both. The user is mapped to itself, so programs in the lab have the same user and the same files.
 
 [Note: Sizes]
-A shaper with a deep bucket would send short messages at any speed. So the bucket holds 32 KiB, or 100 us at
-high rates; and packets (GSO: the kernel moves many frames as one) are kept smaller than that, or tbf would
-cut them up. The queue takes what TCP may have in flight: these links lose packets only when told to.
+A shaper with a large bucket would send short messages at any speed. The bucket is therefore 32 KiB, or 100 us
+at high rates. Packets (with GSO the kernel moves many frames as one) are smaller than the bucket, because tbf
+would split larger ones. The queue has room for all bytes that TCP may have in flight, so links lose packets
+only because of `loss_percent`.
 
-Protocol: one JSON object per line and answer. {"do": "set", "node": 0, "rate_bit_s": ..., "delay_us": ...,
-"loss_percent": ...}, {"do": "up" | "down", "node": 0}, {"do": "counters"}, {"do": "kill"}.
+Protocol: one JSON object per line, and one per answer. {"do": "set", "node": 0, "rate_bit_s": ...,
+"delay_us": ..., "loss_percent": ...}, {"do": "up" | "down", "node": 0}, {"do": "counters"}, {"do": "kill"}.
 """
 
 from __future__ import annotations
@@ -50,26 +52,30 @@ QUEUE_BYTES, QUEUE_SECONDS, QUEUE_PACKETS = 4 * 2**20, 0.1, 100_000
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class LabError(Exception):
-    """What the owner should tell its user."""
+class NetworkError(Exception):
+    """An error that the owner raises as its own LabError."""
 
 
 @dataclass
 class Node:
+    """A namespace with its link."""
+
     namespace_fd: int
     netlink: Any
     interface: int
     """Index of eth0 in the node."""
     port: int
-    """Index of its other end, in the switch."""
+    """Index of the other end of the link, in the switch."""
     relay: subprocess.Popen[str] | None = None
-    """Delay and loss in a kernel without netem: see relay.py."""
+    """Process for delay and loss if the kernel has no netem: see relay.py."""
 
 
 class Network:
+    """All namespaces and links of a lab."""
+
     def __init__(self, nodes: int) -> None:
         namespaces = [_new_namespace() for _ in range(nodes)]
-        _, self.switch = _new_namespace()  # the last one, and this process stays there
+        _, self.switch = _new_namespace()  # the last one, because this process stays in it
         self._add_link(self.switch, ifname="br0", kind="bridge", br_stp_state=0)
         self.bridge = _index(self.switch, "br0")
         self.switch.link("set", index=self.bridge, state="up")
@@ -90,12 +96,12 @@ class Network:
         try:
             netlink.link("add", **options)
         except NetlinkError as error:
-            raise LabError(
+            raise NetworkError(
                 f"the kernel cannot make a {options['kind']} interface ({error.args[-1]})"
             ) from None
 
     def set(self, node: int, rate_bit_s: int | None, delay_us: int, loss_percent: float) -> None:
-        """Shape both directions of a node's link; delay and lose packets on their way out of the node."""
+        """Shape both directions of a node's link. Delay and loss apply to packets that leave the node."""
         chosen = self.nodes[node]
         for netlink, interface in ((chosen.netlink, chosen.interface), (self.switch, chosen.port)):
             _shape(netlink, interface, rate_bit_s)
@@ -107,7 +113,7 @@ class Network:
 
     @staticmethod
     def _set_netem(node: Node, rate_bit_s: int | None, delay_us: int, loss_percent: float) -> bool:
-        """False: this kernel has no netem, and there is something for it to do."""
+        """Set delay and loss. Return False if this needs netem and the kernel has none."""
         parent = TC_ROOT if rate_bit_s is None else TBF_CHILD
         if not delay_us and not loss_percent:
             if _has_qdisc(node.netlink, node.interface, "netem"):
@@ -125,7 +131,7 @@ class Network:
         return True
 
     def _start_relay(self, number: int) -> subprocess.Popen[str]:
-        """Take the node's port off the bridge, and put a relay and another veth pair between them."""
+        """Put a relay and another veth pair between the node's port and the bridge."""
         outer, inner = f"relay{number}", f"relay{number}in"
         self._add_link(self.switch, ifname=outer, kind="veth", mtu=MTU, peer={"ifname": inner, "mtu": MTU})
         outer_index, inner_index = _index(self.switch, outer), _index(self.switch, inner)
@@ -146,18 +152,17 @@ class Network:
         return process
 
     def set_port(self, node: int, state: str) -> None:
-        """Unplug a node at the switch, or plug it in again. Ranks of one node still reach each other."""
+        """Set a node's port of the switch up or down. Ranks of one node still reach each other."""
         self.switch.link("set", index=self.nodes[node].port, state=state)
 
     def counters(self) -> list[dict[str, int]]:
-        """What each node's eth0 has sent and received: the kernel's own counters, as in
-        /sys/class/net/eth0/statistics inside the node."""
+        """Return the kernel's counters of each node's eth0, as in /sys/class/net/eth0/statistics."""
         names = ("tx_bytes", "rx_bytes", "tx_packets", "rx_packets")
         statistics = [n.netlink.get_links(n.interface)[0].get_attr("IFLA_STATS64") for n in self.nodes]
         return [{name: values[name] for name in names} for values in statistics]
 
     def kill_all(self) -> None:
-        """Kill every process on the nodes. Twice: a process may start another while we look."""
+        """Kill every process on the nodes. A second pass finds processes that started during the first."""
         inodes = {os.fstat(node.namespace_fd).st_ino for node in self.nodes}
         for _ in range(2):
             for entry in Path("/proc").iterdir():
@@ -167,7 +172,7 @@ class Network:
                     if os.stat(entry / "ns/net").st_ino in inodes:
                         os.kill(int(entry.name), signal.SIGKILL)
                 except OSError:
-                    continue  # gone, or not ours
+                    continue  # it has ended, or belongs to another user
 
 
 def address(node: int) -> str:
@@ -192,18 +197,18 @@ def _has_qdisc(netlink: Any, interface: int, kind: str) -> bool:
 
 
 def _new_namespace() -> tuple[int, Any]:
-    """A network namespace, and a netlink socket that belongs to it. Leaves this process in it."""
+    """Create a network namespace and a netlink socket in it. This process stays in the namespace."""
     _call(libc.unshare, CLONE_NEWNET, what="create a network namespace")
     return os.open("/proc/self/ns/net", os.O_RDONLY), IPRoute()
 
 
 def _packet_socket(interface: str) -> socket.socket:
-    """Every packet that arrives on the interface, with the kernel's notes on checksum and GSO before it."""
+    """Return a socket for all packets of an interface, with the kernel's header for checksums and GSO."""
     packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     packets.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     packets.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     try:
-        packets.setsockopt(socket.SOL_SOCKET, 33, 16 * 2**20)  # SO_RCVBUFFORCE: beyond the limit for users
+        packets.setsockopt(socket.SOL_SOCKET, 33, 16 * 2**20)  # SO_RCVBUFFORCE, which ignores rmem_max
     except PermissionError:
         packets.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     packets.bind((interface, ETH_P_ALL))
@@ -217,7 +222,7 @@ def _index(netlink: Any, name: str) -> int:
 
 def _call(function: Any, *args: int, what: str) -> None:
     if function(*args) != 0:
-        raise LabError(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
+        raise NetworkError(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
 
 
 def _is_privileged() -> bool:
@@ -234,7 +239,7 @@ def _enter_user_namespace() -> None:
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     except PermissionError:
-        pass  # uid 0 without capabilities may not be mapped: rights are the same, getuid() says nobody
+        pass  # uid 0 without capabilities cannot be mapped; rights are the same, and getuid() is nobody's
 
 
 def _answer(network: Network, request: dict[str, Any]) -> object:
@@ -250,31 +255,32 @@ def _answer(network: Network, request: dict[str, Any]) -> object:
     return None
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _send(answer: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
 def main(nodes: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner; see [Note: End of life]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C: see [Note: End of life]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rootless = not _is_privileged()
     try:
         if rootless:
             _enter_user_namespace()
         network = Network(nodes)
-    except (LabError, OSError) as error:
-        _say({"error": str(error), "rootless": rootless})
+    except (NetworkError, OSError) as error:
+        _send({"error": str(error), "rootless": rootless})
         return
     fds = [node.namespace_fd for node in network.nodes]
     try:
-        _say({"rootless": rootless, "namespace_fds": fds})
+        addresses = [address(number) for number in range(nodes)]
+        _send({"rootless": rootless, "namespace_fds": fds, "addresses": addresses})
         for line in sys.stdin:
             try:
                 answer: dict[str, Any] = {"result": _answer(network, json.loads(line))}
             except (NetlinkError, OSError) as error:
                 answer = {"error": str(error)}
-            _say(answer)
+            _send(answer)
     finally:
         network.kill_all()
 

@@ -1,7 +1,7 @@
-"""Which processes belong to which lab, and the end of those whose lab is gone.
+"""Processes of labs: their identity, and the removal of processes whose lab has ended.
 
-A lab is named after its network process: its pid and the time it started, in clock ticks since boot, which no
-other process can share. Jobs carry the name in their environment; the folder of the lab is named after it.
+The id of a lab is the pid and the start time (in clock ticks since boot) of its network process, a pair that
+is unique. Processes of jobs have the id in their environment, and the lab's folder has it in its name.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import signal
 from pathlib import Path
 from tempfile import gettempdir
 
-RUN_VARIABLE = "ZEROPP_LAB_RUN"
+LAB_VARIABLE = "ZEROPP_LAB_RUN"
 FOLDER_PREFIX = "zeropp-lab-"
 
 
-def run_id(network_pid: int) -> str:
-    """The name of the lab with this network process."""
+def lab_id(network_pid: int) -> str:
+    """Return the id of the lab with this network process."""
     return f"{network_pid}-{_start_ticks(network_pid)}"
 
 
-def folder_of(run: str) -> Path:
-    """Where the lab's files are: exit codes, logs of torchrun, sockets."""
-    return Path(gettempdir(), f"{FOLDER_PREFIX}{run}")
+def lab_folder(lab: str) -> Path:
+    """Return the folder of a lab's files: exit codes, logs of torchrun, sockets."""
+    return Path(gettempdir(), f"{FOLDER_PREFIX}{lab}")
 
 
-def is_alive(run: str) -> bool:
-    """Whether the lab's network process still runs."""
-    pid, _, ticks = run.partition("-")
+def is_alive(lab: str) -> bool:
+    """Return whether the lab's network process still runs."""
+    pid, _, ticks = lab.partition("-")
     return pid.isdigit() and str(_start_ticks(int(pid))) == ticks
 
 
-def find_left_over() -> dict[int, str]:
-    """Processes (pid: command) that a lab started and that outlived it. Only those that we may look into."""
+def find_orphans() -> dict[int, str]:
+    """Return processes (pid: command) that have outlived their lab, if their environment is readable."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -42,19 +42,20 @@ def find_left_over() -> dict[int, str]:
             variables = (entry / "environ").read_bytes().split(b"\0")
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
-            continue  # gone, or somebody else's
-        prefix = f"{RUN_VARIABLE}=".encode()
-        runs = [value.removeprefix(prefix).decode() for value in variables if value.startswith(prefix)]
-        if runs and not is_alive(runs[0]):
+            continue  # it has ended, or belongs to another user
+        prefix = f"{LAB_VARIABLE}=".encode()
+        labs = [value.removeprefix(prefix).decode() for value in variables if value.startswith(prefix)]
+        if labs and not is_alive(labs[0]):
             found[int(entry.name)] = command
     return found
 
 
 def clean() -> dict[int, str]:
-    """Kill what killed labs left, and remove their files; the kernel then removes their network.
+    """Kill the processes of labs that were killed, and remove their files. The kernel removes their networks.
 
-    Returns the processes that were killed."""
-    found = find_left_over()
+    Returns the killed processes (pid: command).
+    """
+    found = find_orphans()
     for pid in found:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -62,7 +63,7 @@ def clean() -> dict[int, str]:
             continue
     for folder in Path(gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
         if not is_alive(folder.name.removeprefix(FOLDER_PREFIX)):
-            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+            shutil.rmtree(folder, ignore_errors=True)  # fails for folders of other users
     return found
 
 

@@ -1,10 +1,10 @@
-"""Delay and loss for one link, in a kernel without netem. Run as a script by network.py.
+"""Delay and loss of one link, for kernels without netem. network.py runs this script.
 
-Two packet sockets: the node's side and the switch's. What comes from the node is lost with the given
-probability or waits for the given time; what goes to the node passes. Packets carry the kernel's virtio-net
-header, so that large segments and unfinished checksums survive the trip.
+The relay has two packet sockets, to the node and to the switch. It drops packets from the node with the given
+probability, or delays them by the given time. Packets to the node pass immediately. Packets have the kernel's
+virtio-net header, which preserves large segments and unfinished checksums.
 
-Standard input brings "<delay_us> <loss_percent>" lines, and ends the process when it closes.
+Each line of standard input is "<delay_us> <loss_percent>". The process ends when standard input closes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections import deque
 
 MAX_PACKET_BYTES = 70_000
 BURST = 64
-"""Packets that are moved before the clock is read again."""
+"""Maximum number of packets between two looks at the clock."""
 
 
 def main(node_fd: int, switch_fd: int) -> None:
     node, switch = socket.socket(fileno=node_fd), socket.socket(fileno=switch_fd)
     for packets in (node, switch):
         packets.setblocking(False)
-    dice = random.Random(0)
-    waiting: deque[tuple[float, bytes]] = deque()  # in order of arrival, and so of release
+    random_numbers = random.Random(0)
+    waiting: deque[tuple[float, bytes]] = deque()  # (time of release, packet), in order of arrival
     delay_seconds = loss = 0.0
     while True:
         timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
@@ -38,10 +38,10 @@ def main(node_fd: int, switch_fd: int) -> None:
             lines = os.read(0, 4096).decode().split("\n")
             if lines == [""]:
                 return
-            delay_us, loss_percent = lines[-2].split()
-            delay_seconds, loss = int(delay_us) / 1e6, float(loss_percent) / 100
+            delay_seconds, loss = _parse(lines[-2])
         if node_fd in ready:
-            waiting += ((now + delay_seconds, packet) for packet in _receive(node) if dice.random() >= loss)
+            kept = (packet for packet in _receive(node) if random_numbers.random() >= loss)
+            waiting += ((now + delay_seconds, packet) for packet in kept)
         if switch_fd in ready:
             for packet in _receive(switch):
                 _send(node, packet)
@@ -49,18 +49,24 @@ def main(node_fd: int, switch_fd: int) -> None:
             _send(switch, waiting.popleft()[1])
 
 
+def _parse(line: str) -> tuple[float, float]:
+    """Return the delay in seconds, and the probability of loss."""
+    delay_us, loss_percent = line.split()
+    return int(delay_us) / 1e6, float(loss_percent) / 100
+
+
 def _receive(packets: socket.socket) -> list[bytes]:
     received = []
     try:
         for _ in range(BURST):
             received.append(packets.recv(MAX_PACKET_BYTES))
-    except OSError:  # nothing there yet, or the interface went down
+    except OSError:  # no more packets, or the interface is down
         pass
     return received
 
 
 def _send(packets: socket.socket, packet: bytes) -> None:
-    with contextlib.suppress(OSError):  # a full queue or an interface that is down loses packets, as in life
+    with contextlib.suppress(OSError):  # a full queue or a down interface loses packets, as on real links
         packets.send(packet)
 
 

@@ -1,11 +1,11 @@
-"""Hardware by name: numbers from data sheets, and those of one lab cluster, measured.
+"""Hardware by name: numbers of GPU clusters from data sheets, and measured numbers of one lab cluster.
 
-[Note: What is not on a data sheet]
-Latencies are those of NCCL's own cost model (src/graph/tuning.cc, ring, simple protocol): 3.4 us a step over
-NVLink, 5.7 us over PCIe, 14 us over the network. TCP over Ethernet is taken as 30 us.
-The achievable share is the one fitted number, and is used for all GPUs here: 0.50 has the smallest median
-error over the ZeRO++ paper's table on V100 (benchmarks/paper_cells.py, communication in order).
-Codec kernels are taken to run at the rate of the memory; nobody has measured ours on a GPU.
+[Note: Numbers that are not on a data sheet]
+Latencies are those of NCCL's cost model (src/graph/tuning.cc, ring, simple protocol): 3.4 us per step over
+NVLink, 5.7 us over PCIe, 14 us over the network. TCP over Ethernet is assumed to take 30 us.
+The achievable share of the peak is the only fitted number. It holds for all GPUs here: 0.50 has the smallest
+median error over the ZeRO++ paper's table on V100 (benchmarks/paper_cells.py, communication in order).
+Codec kernels are assumed to run at the rate of the memory. zeropp's kernels were never measured on a GPU.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ CATALOG: dict[str, Hardware] = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """The hardware of this name, or of the file of that name.
+    """Return the hardware with this name, or from the file with this path.
 
     >>> find_hardware("a100-200g").peak_tflops
     312.0
@@ -123,6 +123,6 @@ def find_hardware(name: str) -> Hardware:
             raise ValueError(f"hardware is {name!r}, and there is no such file")
         return Hardware.load(Path(name))
     raise ValueError(
-        f"hardware is {name!r}; expected one of {', '.join(CATALOG)}, or a .json or .toml file such as "
-        "`zeropp doctor` writes; --peak-tflops, --link-gbit-s and so on change single numbers"
+        f"hardware is {name!r}; expected one of {', '.join(CATALOG)}, or a .json or .toml file, such as one "
+        "from `zeropp doctor`; --peak-tflops, --link-gbit-s and so on change single numbers"
     )

@@ -1,4 +1,4 @@
-"""A timeline as a file for chrome://tracing and ui.perfetto.dev."""
+"""Export of a timeline for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from ..atomic_files import write_file
 from .timeline import Timeline
 
-LANES = ("compute", "gather", "gather 2", "reduce", "reduce 2", "all-reduce", "in-node link", "across link")
-"""Resources, in the order in which they are shown."""
+TRACKS = ("compute", "gather", "gather 2", "reduce", "reduce 2", "all-reduce", "in-node link", "across link")
+"""Resources of a timeline, in the order in which viewers show them."""
 
 
 def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """Events of the trace format: one lane per resource, times in microseconds."""
+    """Return events of the trace format: one track per resource, times in microseconds."""
     names = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
-        for number, lane in enumerate(LANES)
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": track}}
+        for number, track in enumerate(TRACKS)
     ]
     return names + [
         {
@@ -25,10 +25,10 @@ def chrome_events(timeline: Timeline) -> list[dict[str, Any]]:
             "name": op.name,
             "cat": op.kind,
             "pid": 0,
-            "tid": LANES.index(resource),
+            "tid": TRACKS.index(resource),
             "ts": op.start * 1e6,
             "dur": op.seconds * 1e6,
-            "args": {"phase": op.phase, "beside": op.beside},
+            "args": {"phase": op.phase, "beside": op.is_slowdown},
         }
         for op in timeline.ops
         for resource in op.resources

@@ -1,9 +1,9 @@
-"""Fake tensors, which have shapes and no content, with a short way for the operations that a step has most.
+"""A FakeTensorMode with a fast path for the most frequent operations of a step.
 
-torch's FakeTensorMode asks of every operation which of many rules it falls under, and describes all of its
-arguments to find an answer that it has given before: several times the work of a view. What is named here
-needs no rule. torch itself computes it of tensors on the meta device, which fake tensors are inside.
-Arithmetic is not named: for that, torch's own way is the shorter one.
+Fake tensors have shapes and no content. For every operation, torch's FakeTensorMode looks for a rule among
+many and hashes all arguments to look up a cached result, which takes several times as long as a view. The
+operations listed here need no rule: torch computes them on the meta tensor inside each fake tensor.
+Arithmetic is not listed, because torch's own cache is faster for it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 aten, c10d, profiler = torch.ops.aten, torch.ops.c10d, torch.ops.profiler
 CPU = torch.device("cpu")
-"""Where the tensors of a dry run say that they are."""
+"""Device that the tensors of a dry run report."""
 
 FILLS = {aten.fill_.Scalar, aten.normal_.default, aten.uniform_.default, aten.zero_.default}
-"""They change content only, and there is none."""
+"""Operations that change only content, which fake tensors do not have."""
 VIEWS = {
     aten._unsafe_view.default,
     aten.alias.default,
@@ -45,7 +45,7 @@ QUICK = FILLS | VIEWS | COPIES | MESSAGES | LABELS
 
 
 class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """FakeTensorMode, and sooner done with what is in `QUICK`. The same comes out."""
+    """FakeTensorMode with the same results, and less time for the operations in `QUICK`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in QUICK or not all(map(self._is_plain, args)):
@@ -59,11 +59,11 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self._fake(out)
 
     def _is_plain(self, arg: Any) -> bool:
-        """Whether it is no tensor at all, or one of which nothing but the shape is known."""
+        """Return whether the argument is no tensor, or a CPU tensor without a known value."""
         if type(arg) is FakeTensor:
             return arg.fake_device == CPU and arg.constant is None and arg.fake_mode is self
         return not isinstance(arg, Tensor)
 
     def _fake(self, out: Any) -> Any:
-        """A new tensor, as a fake one; all else as it is."""
+        """Return a new meta tensor as a fake tensor, and anything else unchanged."""
         return FakeTensor(self, out, CPU) if type(out) is Tensor else out

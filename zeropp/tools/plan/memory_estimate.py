@@ -1,10 +1,10 @@
-"""Memory of one rank, by what it is for; and the count of live storages that it is taken from.
+"""Memory of one rank by purpose, and the count of live storages that it comes from.
 
 [Note: Live storages]
-A tensor's memory is its storage's, and a storage lives as long as anything refers to it. So the memory in
-use is the sum over storages that an operation made and that are not collected yet. There is one exception:
-FSDP2 frees gathered weights by resizing their storages to zero and allocates them by resizing them back,
-which no operation shows. Those storages are known from FSDP2's copy-out, and asked for their size each time.
+A storage lives as long as anything refers to it. The memory in use is therefore the sum over all storages
+that operations have created and that are not garbage-collected. There is one exception: FSDP2 frees gathered
+weights by resizing their storages to zero, and allocates them by resizing them back. No operation shows these
+resizes. The outputs of FSDP2's copy-out are these storages, and their sizes are read each time.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from torch import Tensor, UntypedStorage
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank at the moment of a step when their sum is largest."""
+    """Bytes on one rank at one moment of a step."""
 
     shards: int
-    """The rank's part of the weights, as the optimizer keeps them."""
+    """The rank's shard of the weights, in the optimizer's dtype."""
     optimizer_state: int
     gradients: int
-    """The rank's part of the gradients, as the optimizer reads them."""
+    """The rank's shard of the gradients, in the optimizer's dtype."""
     node_shards: int
-    """What zeropp keeps so that later gathers stay inside the node (hpZ)."""
+    """zeropp's node shards, which keep later gathers inside the node (hpZ)."""
     gathered: int
     """Full weights of the units that FSDP2 has gathered."""
     communication: int
     """Buffers of the hops, and gradients that wait for the hop across nodes."""
     activations: int
-    """What forward saved for backward, and the intermediate results of the moment: full gradients of the
-    unit that is in backward, FSDP2's copies on the way to and from a collective."""
+    """Tensors saved for backward, and temporary tensors: full gradients of the unit in backward, FSDP2's
+    copies before and after a collective."""
 
     @property
     def peak(self) -> int:
+        """Sum of all bytes, which is the step's peak if the moment is the step's largest."""
         return sum(vars(self).values())
 
-    def grown(self, larger: MemoryEstimate, times: int) -> MemoryEstimate:
-        """What comes after `times` steps like the one from here to `larger`."""
+    def extrapolate(self, larger: MemoryEstimate, times: int) -> MemoryEstimate:
+        """Add the difference between `larger` and this estimate `times` times."""
         pairs = zip(vars(self).values(), vars(larger).values(), strict=True)
         return MemoryEstimate(*(mine + times * (theirs - mine) for mine, theirs in pairs))
 
 
 class LiveStorages:
-    """Counts the bytes of storages that are alive. See [Note: Live storages].
+    """Counts the bytes of live storages. See [Note: Live storages].
 
     >>> import torch
     >>> live = LiveStorages()
     >>> x = torch.zeros(10)
-    >>> live.see(x), live.see(x.view(2, 5))
+    >>> live.add(x), live.add(x.view(2, 5))
     (True, False)
     >>> live.nbytes
     40
@@ -71,7 +72,7 @@ class LiveStorages:
 
     @property
     def resized_bytes(self) -> int:
-        """Bytes of the storages that change their size: the gathered weights."""
+        """Bytes of the storages that FSDP2 resizes: the gathered weights."""
         total = 0
         for ref in self._resized.values():
             storage = ref()
@@ -79,8 +80,8 @@ class LiveStorages:
                 total += storage.nbytes()
         return total
 
-    def see(self, tensor: Tensor) -> bool:
-        """An operation has returned this tensor. Whether its storage is a new one."""
+    def add(self, tensor: Tensor) -> bool:
+        """Count the storage of a tensor that an operation has returned. Return whether it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes or key in self._resized:
@@ -90,8 +91,8 @@ class LiveStorages:
         weakref.finalize(storage, self._forget, key)
         return True
 
-    def see_resized(self, tensors: Iterable[Tensor]) -> None:
-        """The storages of these tensors come and go by being resized."""
+    def add_resized(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of these tensors by their size at the moment, because FSDP2 resizes them."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._fixed_bytes -= self._sizes.pop(storage._cdata, 0)
@@ -103,7 +104,7 @@ class LiveStorages:
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of these tensors, each counted once; of a DTensor, of this rank's part."""
+    """Return the bytes of the storages of these tensors, each counted once. DTensors count locally."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     storages = {storage._cdata: storage.nbytes() for t in local for storage in (t.untyped_storage(),)}
     return sum(storages.values())

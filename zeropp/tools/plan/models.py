@@ -1,4 +1,4 @@
-"""Which model to plan for: a built-in size, a Hugging Face config, or a function of the user's."""
+"""Models to plan for: built-in sizes, Hugging Face configs, and functions of the user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POSITION_NAMES = ("idx", "index", "layer_id", "layer_number")
 
 
 class PlanError(ValueError):
-    """What was asked for cannot be planned; the message says why, and what to do."""
+    """A request that cannot be planned. The message has the reason and the way out."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Model:
 
     name: str
     build: Callable[[], nn.Module]
-    """Makes the whole model, on the device and in the mode of the moment."""
-    is_users: bool = False
-    """Whether a function of the user's makes it."""
+    """Builds the whole model, on the current device and in the current fake mode."""
+    is_user_function: bool = False
+    """Whether `build` calls a function of the user."""
 
 
 def resolve(spec: str) -> Model:
-    """The model that `spec` names: a size, `hf:PATH`, or `module:function`.
+    """Return the model of a specification: a size, `hf:PATH`, or `module:function`.
 
     >>> resolve("18B").name
     '18B'
@@ -44,7 +44,7 @@ def resolve(spec: str) -> Model:
     Traceback (most recent call last):
     ...
     zeropp.tools.plan.models.PlanError: model is '7B'; expected one of tiny, 125M, 350M, 1.3B, 18B, 'hf:' \
-and the path of a Hugging Face config, or 'module:function' that builds your model
+and the path of a Hugging Face config, or 'module:function' of a function that returns your model
     """
     if spec in SIZES:
         return Model(spec, lambda: build_model(ModelConfig(spec), seed=0))
@@ -54,12 +54,12 @@ and the path of a Hugging Face config, or 'module:function' that builds your mod
         return _from_function(spec)
     raise PlanError(
         f"model is {spec!r}; expected one of {', '.join(SIZES)}, 'hf:' and the path of a Hugging Face "
-        "config, or 'module:function' that builds your model"
+        "config, or 'module:function' of a function that returns your model"
     )
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of layers, by name.
+    """Return the name of the list of layers, and the list.
 
     >>> model = nn.Module()
     >>> model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
@@ -70,7 +70,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         blocks = blocks_of(model)
     except ValueError as error:
         raise PlanError(
-            f"the layers of {type(model).__name__} are not known; keep them in an nn.ModuleList, as in "
+            f"the layers of {type(model).__name__} were not found; put them into an nn.ModuleList, as in "
             "self.layers = nn.ModuleList(...)"
         ) from error
     for name, module in model.named_modules():
@@ -80,7 +80,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def are_alike(blocks: nn.ModuleList) -> bool:
-    """Whether all layers do the same: same modules, settings, and shapes of parameters.
+    """Return whether all layers have the same modules, settings, and shapes of parameters.
 
     >>> are_alike(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
     True
@@ -92,17 +92,18 @@ def are_alike(blocks: nn.ModuleList) -> bool:
 
 
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
-    """The loss of a batch of tokens, called as the model's `forward` wants it.
+    """Call the model with a batch of tokens and return its loss.
 
-    `forward(input_ids=, labels=)` as in Hugging Face, `forward(tokens, targets)`, or `forward(tokens)`.
-    What comes back is the loss, an object with a `loss`, or logits [batch, sequence, vocabulary].
+    The signature of the model's `forward` selects the call: `forward(input_ids=, labels=)` as in Hugging
+    Face, `forward(tokens, targets)`, or `forward(tokens)`. The model returns its loss, an object with a
+    `loss`, or logits [batch, sequence, vocabulary].
     """
     tokens = torch.zeros(batch, sequence, dtype=torch.long)
     parameters = inspect.signature(model.forward).parameters
     if {"input_ids", "labels"} <= set(parameters):
         out = model(input_ids=tokens, labels=tokens)
     else:
-        out = model(tokens, tokens) if _wants_targets(list(parameters.values())) else model(tokens)
+        out = model(tokens, tokens) if _takes_targets(list(parameters.values())) else model(tokens)
     out = getattr(out, "loss", out)
     if isinstance(out, Tensor) and out.dim() == 0:
         return out
@@ -115,7 +116,7 @@ def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
     )
 
 
-def _wants_targets(parameters: list[inspect.Parameter]) -> bool:
+def _takes_targets(parameters: list[inspect.Parameter]) -> bool:
     if len(parameters) < 2:
         return False
     second = parameters[1]
@@ -127,7 +128,7 @@ def _wants_targets(parameters: list[inspect.Parameter]) -> bool:
 
 
 def _hugging_face(spec: str) -> nn.Module:
-    """Built from its config.json alone: a checkpoint would be read, and a dry run needs no weights."""
+    """Build the model from its config.json, even for a checkpoint: a dry run needs no weights."""
     config = ModelConfig(spec)
     if config.hugging_face is not None and config.hugging_face.is_dir():
         config = ModelConfig(f"{spec}/config.json")
@@ -143,14 +144,17 @@ def _from_function(spec: str) -> Model:
         module = import_module(module_name)
     except ImportError as error:
         raise PlanError(
-            f"model is {spec!r}, but the module {module_name!r} cannot be imported ({error}); it must be on "
-            "PYTHONPATH or in the current directory"
+            f"model is {spec!r}, but the module {module_name!r} cannot be imported ({error}); put it on "
+            "PYTHONPATH or into the current directory"
         ) from error
     except Exception as error:
-        raise raised_by_user(spec, error) from error
+        raise user_error(spec, error) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise PlanError(f"model is {spec!r}, but {module_name} has no function {function_name!r}")
+        raise PlanError(
+            f"model is {spec!r}, but {module_name} has no function {function_name!r}; name one that returns "
+            "your model"
+        )
 
     def build() -> nn.Module:
         model = function()
@@ -158,24 +162,26 @@ def _from_function(spec: str) -> Model:
             raise PlanError(f"{spec} returned a {type(model).__name__}; expected a torch.nn.Module")
         return model
 
-    return Model(spec, build, is_users=True)
+    return Model(spec, build, is_user_function=True)
 
 
-def raised_by_user(spec: str, error: Exception) -> Exception:
-    """An error in code of the user's, in one line; the error itself if no such code had a part in it."""
+def user_error(spec: str, error: Exception) -> Exception:
+    """Return a PlanError with the user's line of code, or the error itself if no such line took part."""
     others = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), "<")
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
-    place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    line = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     if isinstance(error, SyntaxError):
-        place = f"{error.filename}, line {error.lineno}"
-    if isinstance(error, PlanError) or not place:
+        line = f"{error.filename}, line {error.lineno}"
+    if isinstance(error, PlanError) or not line:
         return error
-    said, _, _ = str(error).strip().partition("\n")
-    return PlanError(f"model is {spec!r}, and it raised {type(error).__name__}: {said} ({place}); correct it")
+    message, _, _ = str(error).strip().partition("\n")
+    return PlanError(
+        f"model is {spec!r}, and it raised {type(error).__name__}: {message} ({line}); correct this line"
+    )
 
 
 def _description(block: nn.Module) -> list[Any]:
-    """What a layer is made of, but for its position among the layers."""
+    """Return modules, settings and parameter shapes of a layer, without its position in the list."""
     return [
         (
             name,

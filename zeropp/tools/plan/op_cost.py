@@ -1,4 +1,4 @@
-"""The work of one torch operation: FLOPs, or bytes that it reads and writes."""
+"""Work of a torch operation: FLOPs, or the bytes that it reads and writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COPY_IN, _ = gather_copies()
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the work of all operations that run inside."""
+    """Sums up the work of all operations that run inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> tuple[int, int]:
-    """FLOPs of a matrix product, or bytes that anything else touches."""
+    """Return the FLOPs of a matrix product, or the bytes that any other operation touches."""
     packet = func._overloadpacket
     if packet in FLOPS:
         return FLOPS[packet](*args, **kwargs, out_val=out), 0
@@ -56,10 +56,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any, results: list[Tensor]) 
 
 
 def _bytes_touched(packet: Any, args: Any, kwargs: Any, results: list[Tensor]) -> int:
-    """Read and written by one operation: its tensors, unless it takes more than it looks at."""
-    if packet == COPY_IN:  # shards into their slot of a large buffer
+    """Return the bytes that an operation reads and writes: those of its tensors, with two exceptions."""
+    if packet == COPY_IN:  # copies shards into their part of a large buffer
         return sum(2 * int(shard.nbytes) for shard in args[0])
-    if packet == aten.embedding:  # some rows of a table
+    if packet == aten.embedding:  # reads some rows of a table
         return 2 * sum(tensor.nbytes for tensor in results)
     given = [tensor for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)]
     return sum(tensor.nbytes for tensor in (*given, *results))

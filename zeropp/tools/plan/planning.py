@@ -1,4 +1,4 @@
-"""The planner's entry point: a plan for one scenario, from dry runs that are each made once."""
+"""The planner's entry point. Each dry run of a plan runs once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sweep import Axes, Point, sweep
 from .trace import Trace
 
 SWEPT = (PLAIN, "hsdp", "paper", DEFAULT)
-"""Strategies that a sweep compares."""
+"""Names of the strategies that a sweep compares."""
 
 
 def make_plan(
@@ -31,22 +31,22 @@ def make_plan(
     full: bool = False,
     on_progress: Callable[[str], object] = lambda _: None,
 ) -> Plan:
-    """What a step of `scenario` would cost on `hardware`.
+    """Predict the cost of a training step.
 
     Args:
         scenario: the model, the ranks, the batch.
-        hardware: what it runs on.
-        strategy: how to train, if `advise` does not ask for all of them; plain FSDP2 is shown beside it.
-        advise: compare all strategies that make sense, and say in words which to use.
+        hardware: the cluster to predict for.
+        strategy: how to train. The plan compares it with plain FSDP2, unless `advise` is set.
+        advise: compare all sensible strategies instead, and recommend one in words.
         axes: also sweep over these links and numbers of nodes.
-        full: dry-run all layers, where a few and multiplication would do.
-        on_progress: told which dry run starts.
+        full: run all layers in dry runs, instead of a few that are multiplied.
+        on_progress: called with a description of each dry run before it starts.
     """
 
     @cache
     def trace_of(scenario: Scenario, strategy: Strategy) -> Trace:
-        place = f"{count(scenario.nodes, 'node')} x {count(scenario.ranks_per_node, 'rank')}"
-        on_progress(f"dry run: {strategy.title}, {place}")
+        cluster = f"{count(scenario.nodes, 'node')} x {count(scenario.ranks_per_node, 'rank')}"
+        on_progress(f"dry run: {strategy.title}, {cluster}")
         return dry_run(scenario, strategy, full=full)
 
     def larger_batch(strategy: Strategy, times: int) -> Trace:

@@ -1,4 +1,4 @@
-"""Which strategy to train with: the fastest that fits in memory, why, and what would change the answer."""
+"""Recommendation of a strategy: the fastest one that fits in memory, the reason, and what would change it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .trace import Trace
 
 PLAIN = "fsdp2"
 PLAIN_NAMES = (PLAIN, "fsdp2-accumulate")
-AS_FAST = 1.01
-"""Steps whose times differ by less are as fast as each other."""
+SAME_SPEED = 1.01
+"""Ratio of step times up to which two strategies count as equally fast."""
 GIB = 2**30
 
 COMPARED: tuple[Strategy, ...] = (
@@ -29,13 +29,15 @@ COMPARED: tuple[Strategy, ...] = (
         if strategy.name in ("hsdp", "hfsdp", "qwz", "hpz", "qgz", "paper", DEFAULT, "four-bit")
     ),
 )
-"""Strategies that a plan compares. FSDP2 sends what it computes with, 16 bits as a rule, so none of them is
-"a 16-bit wire"."""
+"""Strategies that a plan compares. FSDP2 sends the compute dtype, which usually has 16 bits, so there is no
+separate strategy with a 16-bit wire."""
 
 
 def sensible_strategies(nodes: int, ranks_per_node: int, micro_batches: int) -> list[Strategy]:
-    """Those of `COMPARED` that make sense: one micro-batch leaves nothing to put off, one node nothing to
-    cross."""
+    """Return the strategies of `COMPARED` that make sense.
+
+    Accumulation needs several micro-batches. HSDP and resharding inside the node need several nodes.
+    """
     return [
         strategy
         for strategy in COMPARED
@@ -46,7 +48,7 @@ def sensible_strategies(nodes: int, ranks_per_node: int, micro_batches: int) -> 
 
 
 def find_compared(name: str) -> Strategy:
-    """The strategy of `COMPARED` with this name.
+    """Return the strategy of `COMPARED` with this name.
 
     >>> find_compared("fsdp2").title
     'FSDP2 as it comes'
@@ -59,7 +61,7 @@ def find_compared(name: str) -> Strategy:
 
 @dataclass(frozen=True)
 class PlannedStrategy:
-    """One strategy, with what it would cost."""
+    """One strategy with its predicted time and memory."""
 
     strategy: Strategy
     timeline: Timeline
@@ -76,13 +78,13 @@ class PlannedStrategy:
 
     @property
     def sent_bytes(self) -> float:
-        """What a node sends to others in one step."""
+        """Bytes that a node sends to others in one step."""
         trace = self.timeline.trace
         return trace.ranks_per_node * sum(hop.across_bytes for hop in trace.hops())
 
 
 def rank(traces: Mapping[Strategy, Trace], hardware: Hardware) -> list[PlannedStrategy]:
-    """Every strategy laid out on `hardware`, fastest first; those that do not fit come last."""
+    """Simulate every strategy on `hardware`. Return the fastest first and those that do not fit last."""
     planned = [
         PlannedStrategy(
             strategy, simulate(trace, hardware), hardware.memory_of(trace), fits=hardware.has_room_for(trace)
@@ -97,11 +99,12 @@ def recommend(
     hardware: Hardware,
     larger_batch: Callable[[Strategy, int], Trace] | None = None,
 ) -> tuple[str, ...]:
-    """The advice, in sentences.
+    """Return the advice as sentences.
 
     Args:
-        ranked: what `rank` made of the strategies on `hardware`; plain FSDP2 must be among them.
-        larger_batch: the dry run of a strategy with so many times the micro-batch; None: not asked.
+        ranked: the result of `rank` on `hardware`, with plain FSDP2 in it.
+        hardware: the cluster.
+        larger_batch: dry-runs a strategy with a multiple of the micro-batch; None: no advice on that.
     """
     best = ranked[0]
     if not best.fits:
@@ -110,28 +113,28 @@ def recommend(
         (one for one in ranked if one.strategy.name in PLAIN_NAMES),
         key=lambda one: (not one.fits, one.step_seconds),
     )
-    if plain.fits and plain.step_seconds <= AS_FAST * best.step_seconds:
+    if plain.fits and plain.step_seconds <= SAME_SPEED * best.step_seconds:
         sentences = [_zeropp_does_not_help(plain, best)]
         ours = _best_of_ours(ranked)
         slower = slowest_link_as_fast(plain.timeline.trace, ours.timeline.trace, hardware)
         if slower is not None and hardware.link_gbit_s is not None and slower < hardware.link_gbit_s:
             sentences.append(f"With links below {slower:,.3g} Gbit/s, {ours.strategy.title} would be faster.")
-        return (*sentences, *_in_a_script(plain.strategy, hardware))
+        return (*sentences, *_code(plain.strategy, hardware))
     sentences = [_why(best, plain, hardware), *_what_would_change(best, plain, hardware)]
     if larger_batch is not None:
         sentences += _larger_batches(best.strategy, plain.strategy, hardware, larger_batch)
-    return (*sentences, *_do_not_fit(ranked, hardware), *_in_a_script(best.strategy, hardware))
+    return (*sentences, *_do_not_fit(ranked, hardware), *_code(best.strategy, hardware))
 
 
 def slowest_link_as_fast(plain: Trace, other: Trace, hardware: Hardware) -> float | None:
-    """The link rate in Gbit/s from which on `plain` is as fast as `other`; None if it is at no rate.
+    """Return the lowest link rate in Gbit/s at which `plain` is as fast as `other`, or None if there is none.
 
-    Found by bisection: on fast links, whichever has less to do besides sending wins.
+    Bisection finds it: the faster the link, the less the bytes of `plain` matter.
     """
 
     def as_fast(link_gbit_s: float) -> bool:
         machine = hardware.changed(link_gbit_s=link_gbit_s)
-        return simulate(plain, machine).step_seconds <= AS_FAST * simulate(other, machine).step_seconds
+        return simulate(plain, machine).step_seconds <= SAME_SPEED * simulate(other, machine).step_seconds
 
     slow, fast = 0.01, 1e5
     if as_fast(slow):
@@ -155,9 +158,9 @@ def _why(best: PlannedStrategy, plain: PlannedStrategy, hardware: Hardware) -> s
     speedup = plain.step_seconds / best.step_seconds
     rate = "" if hardware.link_gbit_s is None else f", at {hardware.link_gbit_s:,.3g} Gbit/s"
     return (
-        f"Use {best.strategy.title}: {best.step_seconds * 1e3:,.0f} ms a step, {speedup:.2f}x as fast as "
-        f"{plain.strategy.title}{fits}. That one's step is {shares}; it sends {size(plain.sent_bytes)} "
-        f"out of each node, this one {size(best.sent_bytes)}{rate}."
+        f"Use {best.strategy.title}: {best.step_seconds * 1e3:,.0f} ms per step, {speedup:.2f}x as fast as "
+        f"{plain.strategy.title}{fits}. The step of {plain.strategy.title} is {shares}. Each node sends "
+        f"{size(best.sent_bytes)} per step instead of {size(plain.sent_bytes)}{rate}."
     )
 
 
@@ -172,7 +175,7 @@ _WAITS_FOR: dict[Kind, str] = {
 def _what_would_change(best: PlannedStrategy, plain: PlannedStrategy, hardware: Hardware) -> list[str]:
     rate = slowest_link_as_fast(plain.timeline.trace, best.timeline.trace, hardware)
     if rate is None:
-        return [f"On no link is {plain.strategy.title} as fast: what it sends inside the node decides, too."]
+        return [f"{plain.strategy.title} is slower at any link speed, because of its in-node traffic."]
     return [f"Above {rate:,.3g} Gbit/s {plain.strategy.title} is as fast."]
 
 
@@ -182,19 +185,19 @@ def _larger_batches(
     for times in (2, 4, 8, 16):
         traces = [larger_batch(strategy, times) for strategy in (plain, best)]
         if not all(map(hardware.has_room_for, traces)):
-            return [f"{times} times the micro-batch does not fit; up to there the answer is the same."]
+            return [f"{times} times the micro-batch does not fit. Below that, the answer is the same."]
         first, second = (simulate(trace, hardware).step_seconds for trace in traces)
-        if first <= AS_FAST * second:
+        if first <= SAME_SPEED * second:
             return [f"With {times} times the micro-batch {plain.title} is as fast."]
     return [f"Up to 16 times the micro-batch {best.title} stays faster."]
 
 
 def _zeropp_does_not_help(plain: PlannedStrategy, best: PlannedStrategy) -> str:
     hidden = plain.timeline.critical_seconds["compute"] / plain.step_seconds
-    fastest = "nothing is faster" if plain is best else f"{best.strategy.title} gains less than 1%"
+    fastest = "Nothing is faster" if plain is best else f"{best.strategy.title} gains less than 1%"
     return (
-        f"ZeRO++ does not help here: use {plain.strategy.title}, {plain.step_seconds * 1e3:,.0f} ms a step; "
-        f"{fastest}. {hidden:.0%} of its step is compute, behind which FSDP2 hides what it sends."
+        f"ZeRO++ does not help here: use {plain.strategy.title}, {plain.step_seconds * 1e3:,.0f} ms per "
+        f"step. {fastest}. {hidden:.0%} of the step is compute, which hides FSDP2's communication."
     )
 
 
@@ -203,12 +206,12 @@ def _best_of_ours(ranked: Sequence[PlannedStrategy]) -> PlannedStrategy:
     return min(ours or ranked, key=lambda one: (not one.fits, one.step_seconds))
 
 
-def _in_a_script(strategy: Strategy, hardware: Hardware) -> list[str]:
+def _code(strategy: Strategy, hardware: Hardware) -> list[str]:
     sentences = [f"In your script: {snippet(strategy)}."]
     if not hardware.codecs and strategy.config is not None:
         sentences.append(
-            f"Speeds of codecs on {hardware.name} are estimates, the rate of its memory: nobody has measured "
-            "zeropp's kernels on a GPU."
+            f"Codec speeds on {hardware.name} are estimates from the rate of its memory: zeropp's kernels "
+            "were never measured on a GPU."
         )
     return sentences
 
@@ -216,15 +219,16 @@ def _in_a_script(strategy: Strategy, hardware: Hardware) -> list[str]:
 def _does_not_fit(ranked: Sequence[PlannedStrategy], hardware: Hardware) -> tuple[str, ...]:
     smallest = min(ranked, key=lambda one: one.peak_gib)
     return (
-        f"Nothing fits: the smallest, {smallest.strategy.title}, needs {smallest.peak_gib:.1f} GiB on a rank "
-        f"with {hardware.memory_gib:.1f}. Use more nodes, a smaller micro-batch, or activation "
-        "checkpointing.",
+        f"Nothing fits: the smallest strategy, {smallest.strategy.title}, needs {smallest.peak_gib:.1f} GiB "
+        f"per rank, and a rank has {hardware.memory_gib:.1f} GiB. Use more nodes, a smaller micro-batch, or "
+        "activation checkpointing.",
     )
 
 
 def _do_not_fit(ranked: Sequence[PlannedStrategy], hardware: Hardware) -> list[str]:
     return [
-        f"{one.strategy.title} does not fit: {one.peak_gib:.1f} GiB, on a rank with {hardware.memory_gib:g}."
+        f"{one.strategy.title} does not fit: it needs {one.peak_gib:.1f} GiB per rank, and a rank has "
+        f"{hardware.memory_gib:g} GiB."
         for one in ranked
         if not one.fits
     ]

@@ -1,16 +1,24 @@
-"""Layers that repeat: from the recording of a few to the recording of all.
+"""Extrapolation of a recording with a few layers to a model with all of its layers.
 
-In forward and in backward, a model goes from layer to layer. A *visit* is what happens from the first compute
-of a layer to the first compute of the next one; it holds that layer's events and those that FSDP2 has put
-there for its neighbours (the prefetch of the next gather). Visits to layers in the middle differ only in the
-names of the units, so one of them can stand for all:
+A *visit* of a layer lasts from the layer's first compute to the next layer's first compute. A forward visits
+the layers in ascending order, a backward in descending order. FSDP2 prefetches, so a visit also has events of
+neighbouring layers. Visits of middle layers differ only in the names of their units, so copies of one visit,
+with its units renamed, replace all of them:
 
-    recorded, 4 layers    visits 0  1  2  3     3  2  1  0
-    wanted, 7 layers      visits 0  1  2  2' 2' 2' 3'    3' 2' 2' 2' 2  1  0      ' with units renamed
+               forward                                 backward
+    4 layers   0  1  2                      3          3          2                      1  0
+    7 layers   0  1  2   2+1   2+2   2+3    3+3        3+3        2+3   2+2   2+1   2    1  0
 
-Memory grows linearly with the number of layers at every event that keeps its distance from the first layer or
-from the last, so two recordings, of 4 layers and of 5, give it for any number. Between the ends it is linear
-in the position, too, so its largest value is near one of them.
+`2+1` is a copy of visit 2 with 1 added to the layer of each of its units.
+
+Memory is linear in the number of layers, at every event that keeps its distance from the first or from the
+last layer. Two recordings, of 4 and of 5 layers, give it for any number:
+
+    4 layers   0  1       2  3         memory m
+    5 layers   0  1  (2)  3  4         memory m' of the same events; visits of layer 2 are left out
+    4 + missing layers                 m + missing * (m' - m)
+
+In the middle, memory is also linear in the position, so its maximum is near one of the ends.
 """
 
 from __future__ import annotations
@@ -21,39 +29,64 @@ from dataclasses import replace
 from .memory_estimate import MemoryEstimate
 from .trace import Compute, Event
 
-RECORDED = 4
-"""Layers that are enough: a visit to layer 2 has layers before it to prefetch, and one after it."""
-TYPICAL = 2
-"""The layer whose visits stand for all that are left out."""
+RECORDED_LAYERS = 4
+"""Number of layers to record. A visit of layer 2 has layers to prefetch before it, and one after it."""
+TYPICAL_LAYER = 2
+"""The layer whose visits are copied."""
 
-Part = list[tuple[Event, MemoryEstimate]]
-"""Events, and for each of them the memory when it was largest since the event before."""
+StepPart = list[tuple[Event, MemoryEstimate]]
+"""Events of one micro-batch or of the optimizer, each with the memory peak since the event before."""
 
 
-def repeated(part: Part, prefix: str, missing: int) -> list[Event]:
-    """The events of a model with `missing` more layers, `prefix`.0 and so on, than were recorded."""
+def repeat_events(part: StepPart, prefix: str, missing: int) -> list[Event]:
+    """Return the events of a model with `missing` more layers than were recorded.
+
+    Args:
+        part: the recorded events.
+        prefix: name of the list of layers. Its units are `prefix`.0 and so on.
+        missing: number of layers to add.
+    """
     events: list[Event] = []
     before = -1
     for layer, visit in _visits(part, prefix):
-        shifts = [0] if layer < TYPICAL else [missing]
-        if layer == TYPICAL:
-            shifts = list(range(missing + 1)) if before < layer else list(range(missing, -1, -1))
+        if layer < TYPICAL_LAYER:
+            shifts = range(1)
+        elif layer > TYPICAL_LAYER:
+            shifts = range(missing, missing + 1)
+        elif before < layer:  # forward
+            shifts = range(missing + 1)
+        else:
+            shifts = range(missing, -1, -1)
         events += [_shifted(event, prefix, shift) for shift in shifts for event, _ in visit]
         before = layer
     return events
 
 
-def grown(part: Part, of_one_more: Part, prefix: str, missing: int) -> list[MemoryEstimate]:
-    """Memory of a model with `missing` layers more than in `part`, given the recording of one more."""
-    longer = [item for layer, visit in _visits(of_one_more, prefix) if layer != TYPICAL for item in visit]
+def extrapolate_memory(
+    part: StepPart, of_one_more: StepPart, prefix: str, missing: int
+) -> list[MemoryEstimate]:
+    """Return the memory of a model with `missing` more layers than `part`, at each event of `part`.
+
+    Args:
+        part: the recorded events.
+        of_one_more: the recording of a model with one more layer.
+        prefix: name of the list of layers.
+        missing: number of layers to add to those of `part`.
+    """
+    longer = [
+        recorded
+        for layer, visit in _visits(of_one_more, prefix)
+        if layer != TYPICAL_LAYER
+        for recorded in visit
+    ]
     pairs = zip(part, longer, strict=True)
-    return [memory.grown(larger, missing) for (_, memory), (_, larger) in pairs]
+    return [memory.extrapolate(larger, missing) for (_, memory), (_, larger) in pairs]
 
 
-def _visits(part: Part, prefix: str) -> Iterator[tuple[int, Part]]:
-    """The part, cut into visits, with the layer that is visited; -1 before the first."""
+def _visits(part: StepPart, prefix: str) -> Iterator[tuple[int, StepPart]]:
+    """Yield each visit with its layer. Events before the first visit have layer -1."""
     visited = -1
-    visit: Part = []
+    visit: StepPart = []
     for event, memory in part:
         layer = _layer(event, prefix)
         if isinstance(event, Compute) and layer is not None and layer != visited:
@@ -64,7 +97,7 @@ def _visits(part: Part, prefix: str) -> Iterator[tuple[int, Part]]:
 
 
 def _layer(event: Event, prefix: str) -> int | None:
-    """Which layer the event is about."""
+    """Return the layer of the event's unit, or None for other units."""
     before, _, number = event.unit.rpartition(".")
     return int(number) if before == prefix else None
 

@@ -1,4 +1,4 @@
-"""A plan: what was asked, what each strategy would cost, and the advice."""
+"""A plan: the question, the predicted cost of each strategy, and the advice."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from .sweep import Point
 
 @dataclass(frozen=True)
 class Plan:
+    """Predictions for one scenario on one cluster."""
+
     subject: str
-    """One line: the model, the ranks, the batch."""
+    """One line with the model, the ranks and the batch."""
     hardware: Hardware
     strategies: tuple[PlannedStrategy, ...]
-    """The best first; without advice, the one that was asked for."""
+    """With advice, the best strategy first; without, the requested one."""
     sentences: tuple[str, ...] = ()
-    """The advice, if it was asked for."""
+    """The advice; empty if none was requested."""
     points: tuple[Point, ...] = ()
-    """The sweep, if it was asked for."""
+    """The sweep; empty if none was requested."""
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What is to be planned for: a model, the ranks that train it, and how much they read."""
+"""The subject of a plan: a model, the ranks that train it, and the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is to be trained, and on how many ranks."""
+    """A model, the ranks that train it, and the batch."""
 
     model: Model
     nodes: int
@@ -20,15 +20,15 @@ class Scenario:
     micro_batch: int = 1
     """Sequences per rank and micro-batch."""
     sequence: int = 512
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     micro_batches: int = 1
     """Backward passes per optimizer step."""
     compute: Precision = "bf16"
-    """What weights are gathered as, and computed in. Shards and optimizer state keep the model's dtype."""
+    """Dtype of gathered weights and of compute. Shards and optimizer state have the model's dtype."""
     reduce: Precision = "bf16"
-    """What FSDP2 passes gradients to a reduction as."""
+    """Dtype of the gradients that FSDP2 passes to a reduction."""
     checkpointing: bool = False
-    """Keep the inputs of each layer only, and compute the layer again in backward."""
+    """Save only the inputs of each layer, and compute the layer again in backward."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "micro_batch", "sequence", "micro_batches"):
@@ -40,7 +40,9 @@ class Scenario:
             if value not in choices:
                 raise PlanError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
         if self.world_size < 2:
-            raise PlanError("nodes x ranks_per_node is 1; expected two or more: one rank sends nothing")
+            raise PlanError(
+                "nodes x ranks_per_node is 1; expected two or more, because one rank sends nothing"
+            )
 
     @property
     def world_size(self) -> int:
@@ -48,5 +50,5 @@ class Scenario:
 
     @property
     def tokens(self) -> int:
-        """What a rank reads in a step."""
+        """Tokens that a rank reads in a step."""
         return self.micro_batch * self.sequence * self.micro_batches

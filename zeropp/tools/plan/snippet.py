@@ -1,4 +1,4 @@
-"""A strategy as lines of a training script."""
+"""Code of a strategy for a training script."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..strategies import PRESETS, Strategy, preset_code
 
 
 def snippet(strategy: Strategy) -> str:
-    """What to write for it, where the model is sharded and in each micro-batch.
+    """Return the code of a strategy: where the model is sharded, and before each micro-batch.
 
     >>> from ..strategies import find_strategy
     >>> snippet(find_strategy("default"))
     'zpp = zeropp.apply(model, zeropp.Config()), and before each micro-batch \
 zpp.set_requires_cross_node_sync(is_last)'
     >>> snippet(find_strategy("fsdp2"))
-    'fully_shard as it is'
+    'fully_shard without changes'
     """
     parts = []
     if strategy.is_hsdp:
@@ -35,11 +35,12 @@ zpp.set_requires_cross_node_sync(is_last)'
     }.get(strategy.sync)
     if switch is not None:
         parts.append(f"before each micro-batch {switch}")
-    return ", and ".join(parts) or "fully_shard as it is"
+    return ", and ".join(parts) or "fully_shard without changes"
 
 
 def config_code(config: Config) -> str:
-    """
+    """Return Python code for a Config: a preset, or the arguments that differ from the default.
+
     >>> config_code(Config.four_bit()), config_code(Config(weights="bf16"))
     ('Config.four_bit()', "Config(weights='bf16')")
     """

@@ -1,4 +1,4 @@
-"""A sweep: throughput against link rate and number of nodes, for several strategies."""
+"""A sweep: throughput of several strategies over link rates and numbers of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPECTED = "ranges such as link=10..800,nodes=2..48, or values such as link=100/
 
 @dataclass(frozen=True)
 class Axes:
-    """What to vary. None: as it is.
+    """Values to sweep over. None: the value of the scenario or of the hardware.
 
     >>> Axes.parse("link=100..800,nodes=2/24")
     Axes(link_gbit_s=(100, 200, 400, 800), nodes=(2, 24))
@@ -31,24 +31,27 @@ class Axes:
             name, _, given = part.partition("=")
             if name.strip() not in ("link", "nodes") or name.strip() in values:
                 raise ValueError(f"sweep is {text!r}, with {part!r} in it; expected {EXPECTED}")
-            values[name.strip()] = _numbers(given, text)
+            try:
+                values[name.strip()] = _numbers(given)
+            except ValueError:
+                raise ValueError(f"sweep is {text!r}, with {given!r} in it; expected {EXPECTED}") from None
         return cls(values.get("link"), values.get("nodes"))
 
 
 @dataclass(frozen=True)
 class Point:
-    """One strategy on one cluster."""
+    """Prediction for one strategy on one cluster."""
 
     strategy: str
-    """Its name."""
+    """Name of the strategy."""
     title: str
     nodes: int
     link_gbit_s: float
     step_seconds: float
     tokens_per_second: float
-    """Tokens that all ranks together train on in a second."""
+    """Tokens per second of all ranks."""
     tflops: float
-    """Rate of one rank over the whole step, recomputation included."""
+    """TFLOP/s of one rank over the whole step, recomputation included."""
 
 
 def sweep(
@@ -58,12 +61,20 @@ def sweep(
     nodes: int,
     trace_of: Callable[[Strategy, int], Trace],
 ) -> list[Point]:
-    """Every combination. `trace_of` dry-runs a strategy on a number of nodes; links need no new one."""
+    """Predict every combination.
+
+    Args:
+        axes: values to sweep over.
+        strategies: the strategies to predict.
+        hardware: the cluster, apart from the swept values.
+        nodes: number of nodes if it is not swept.
+        trace_of: dry-runs a strategy on a number of nodes. All link rates share the trace.
+    """
     points = []
     for count in axes.nodes or (nodes,):
         for strategy in strategies:
             trace = trace_of(strategy, count)
-            for rate in axes.link_gbit_s or (hardware.known("link_gbit_s"),):
+            for rate in axes.link_gbit_s or (hardware.require("link_gbit_s"),):
                 timeline = simulate(trace, hardware.changed(link_gbit_s=float(rate)))
                 points.append(
                     Point(
@@ -79,21 +90,21 @@ def sweep(
     return points
 
 
-def _numbers(given: str, text: str) -> tuple[int, ...]:
-    """A value, several, or a range: its ends and what doubling finds between them.
+def _numbers(text: str) -> tuple[int, ...]:
+    """Parse one value, several values, or a range. A range has its ends, and doublings between them.
 
-    >>> _numbers("10..70", "")
-    (10, 20, 40, 70)
+    >>> _numbers("7"), _numbers("10/30"), _numbers("10..70")
+    ((7,), (10, 30), (10, 20, 40, 70))
     """
-    try:
-        ends = [int(end) for end in given.split("..")] if ".." in given else []
-        found = [int(value) for value in given.split("/")] if not ends else [ends[0]]
-        if min(found) < 1 or len(ends) > 2 or sorted(set(found)) != found:
-            raise ValueError
-        if ends and ends[1] < ends[0]:
-            raise ValueError
-        while ends and found[-1] < ends[1]:
-            found.append(min(2 * found[-1], ends[1]))
-    except ValueError:
-        raise ValueError(f"sweep is {text!r}, with {given!r} in it; expected {EXPECTED}") from None
-    return tuple(found)
+    if ".." in text:
+        first, last = (int(end) for end in text.split(".."))
+        numbers = [first]
+        while 0 < numbers[-1] < last:
+            numbers.append(min(2 * numbers[-1], last))
+        is_valid = first <= last
+    else:
+        numbers = [int(value) for value in text.split("/")]
+        is_valid = sorted(set(numbers)) == numbers
+    if not is_valid or numbers[0] < 1:
+        raise ValueError(text)
+    return tuple(numbers)

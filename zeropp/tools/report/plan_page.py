@@ -22,7 +22,7 @@ from ..pages import (
     table,
     timelines,
 )
-from ..plan.chrome import LANES
+from ..plan.chrome import TRACKS
 from ..plan.recommend import PLAIN, PlannedStrategy
 from ..plan.result import Plan
 from ..plan.sweep import Point
@@ -102,7 +102,7 @@ def timeline_chart(plan: Plan) -> Chart:
     plain = _plain(plan)
     best = [planned for planned in plan.strategies if planned is not plain][:SHOWN_STEPS]
     shown = [_step(planned) for planned in ([] if plain is None else [plain]) + best]
-    return timelines("Timeline of one step (ms)", shown, LANES, WORK_COLORS)
+    return timelines("Timeline of one step (ms)", shown, TRACKS, WORK_COLORS)
 
 
 def _step(planned: PlannedStrategy) -> Step:
