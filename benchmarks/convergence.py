@@ -33,7 +33,7 @@ from zeropp.tools.train.config import (
     BatchConfig,
     EvaluationConfig,
     OptimizerConfig,
-    Run,
+    RunConfig,
     ScheduleConfig,
     read_run,
 )
@@ -147,11 +147,11 @@ def prepare(options: Options, world: World) -> Path:
     return text
 
 
-def make_run(options: Options, text: Path, config: Config, seed: int) -> Run:
+def make_run(options: Options, text: Path, config: Config, seed: int) -> RunConfig:
     model = ModelConfig(
         layers=options.layers, width=options.width, heads=options.heads, context=options.sequence
     )
-    return Run(
+    return RunConfig(
         steps=options.steps,
         seed=seed,
         model=model,
@@ -164,7 +164,7 @@ def make_run(options: Options, text: Path, config: Config, seed: int) -> Run:
     )
 
 
-def train(run: Run, world: World, advance: Callable[[], None]) -> dict[str, Any]:
+def train(run: RunConfig, world: World, advance: Callable[[], None]) -> dict[str, Any]:
     """One run: the validation loss at each quarter of the way."""
     trainer = Trainer(run, world)
     curve, sent, seconds = [], 0, 0.0

@@ -24,7 +24,7 @@ from tests.tools.test_amx import DIES, DIES_UNCAPPED
 from zeropp.tools import amx
 from zeropp.tools.models import sharding
 from zeropp.tools.models.loading import ModelConfig, Precision, blocks_of, build_model
-from zeropp.tools.models.sharding import build_sharded, is_good_at_bf16, shard
+from zeropp.tools.models.sharding import build_sharded, has_fast_bf16, shard
 
 
 def backward(model: nn.Module) -> float:
@@ -112,7 +112,7 @@ def test_bf16_is_for_computing_only(ranks: Ranks) -> None:
 
 
 def test_auto_precision_follows_the_device(ranks: Ranks) -> None:
-    expected = torch.bfloat16 if is_good_at_bf16(torch.device("cpu")) else torch.float32
+    expected = torch.bfloat16 if has_fast_bf16(torch.device("cpu")) else torch.float32
     assert ranks.run(train, replace(SMALL, precision="auto"), world=2)[0]["computed in"] == [expected]
 
 

@@ -46,8 +46,8 @@ def main(arguments: list[str]) -> int:
     page = options.folder / "report.html"
     check_file(page)
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
-    with demo.find_place(options.link) as place:
-        lab = place if isinstance(place, demo.Lab) else None
+    with demo.open_launcher(options.link) as place:
+        lab = place if isinstance(place, demo.LabLauncher) else None
         auto = lab if options.link == demo.AUTO else None
         parts = demo.expected_parts(options.steps, chooses_link=auto is not None)
         folders = demo.make_folders(options.folder, parts)

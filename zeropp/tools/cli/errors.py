@@ -2,8 +2,8 @@
 
 [Note: Who speaks]
 Under torchrun most errors happen on all ranks alike, and one rank is to say so. Before ranks know each other
-it is the first one of each node: a file may be missing on one node only. From then on `World.is_to_tell`
-decides: the first rank, or another one whose error the first does not have.
+it is the first one of each node: a file may be missing on one node only. From then on
+`World.claim_error_report` decides: the first rank, or another one whose error the first does not have.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _is_to_tell() -> bool:
         return is_first_of_node()
     from ..train.world import World
 
-    return World.current().is_to_tell()
+    return World.current().claim_error_report()
 
 
 def _text(error: Exception) -> str:
