@@ -77,7 +77,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def _never_steps() -> None:
-    with pytest.raises(ValueError, match="config is 'auto' with others"):
+    with pytest.raises(ValueError, match="config is 'auto' and others are given"):
         ZeroppCallback("auto", others=[nn.Linear(1, 1)])
 
 

@@ -140,7 +140,7 @@ def test_a_cpu_that_cannot_do_bf16_decides_for_all_ranks(ranks: Ranks, tmp_path:
     dies, dies_uncapped = tmp_path / "dies", tmp_path / "dies uncapped"
     assert ranks.run(compute_where_a_trial_dies, "auto", DIES, dies, world=2) == ["torch.float32"] * 2
     first, second = ranks.run(compute_where_a_trial_dies, "bf16", DIES, dies, world=2)
-    assert first == "precision is 'bf16'; a product in bf16 ends the process on another rank; use 'fp32'"
+    assert first == "precision is 'bf16'; a matrix product in bf16 would crash another rank; use 'fp32'"
     assert "the CPU announces AMX and cannot run it" in second
     capped = ranks.run(compute_where_a_trial_dies, "bf16", DIES_UNCAPPED, dies_uncapped, world=2)
     assert capped == ["torch.bfloat16"] * 2

@@ -105,11 +105,11 @@ def _computes_in_bf16(precision: Precision, mesh: DeviceMesh) -> bool:
     votes = torch.tensor([is_safe, is_safe and has_fast_bf16(device)], dtype=torch.int32, device=device)
     for dim in range(mesh.ndim):
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=mesh.get_group(dim))
-    all_are_safe, all_are_good = votes.tolist()
+    all_are_safe, all_are_fast = votes.tolist()
     if precision == "bf16" and not all_are_safe:
         why = why or "a matrix product in bf16 would crash another rank"
         raise ValueError(f"precision is 'bf16'; {why}; use 'fp32'")
-    return bool(all_are_safe if precision == "bf16" else all_are_good)
+    return bool(all_are_safe if precision == "bf16" else all_are_fast)
 
 
 def has_fast_bf16(device: torch.device) -> bool:
