@@ -7,7 +7,8 @@ all-reduces gradients between nodes, so its ranks hold twice as much. zeropp sha
 
 zeropp's ledger counts the bytes of FSDP2 and zeropp. Those of HSDP are computed, not measured: its only
 traffic between nodes is the all-reduce, in which a rank sends its shard of the gradients 2 (nodes - 1) /
-nodes times.
+nodes times. With two nodes, that is 4 bytes per parameter in fp32 and 2 in bf16. For bf16, interface counters
+show 2.02 (docs/lab-results.md).
 """
 
 from __future__ import annotations

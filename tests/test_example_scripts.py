@@ -28,9 +28,8 @@ def test_the_frozen_base_of_lora_crosses_nodes_once() -> None:
     assert sizes is not None
     base, adapters = (int(size.replace(",", "")) for size in sizes.groups())
     rows = re.findall(r"^ +\d+ +[\d.]+ +([\d,]+) +([\d,]+)$", shown, re.MULTILINE)
-    sent, fsdp2 = zip(
-        *((int(ours.replace(",", "")), int(theirs.replace(",", ""))) for ours, theirs in rows), strict=True
-    )
+    sent = [int(ours.replace(",", "")) for ours, _ in rows]
+    fsdp2 = [int(theirs.replace(",", "")) for _, theirs in rows]
     assert len(sent) == 3
     assert sent[0] > 0.5 * base  # half of the int8 weights
     assert sent[1] == sent[2] < 0.85 * adapters

@@ -51,7 +51,7 @@ def test_weights_come_from_the_seed(config: ModelConfig) -> None:
         assert not torch.equal(first(tokens()), other(tokens()))
 
 
-def test_a_model_without_weights_has_the_same_shape(config: ModelConfig) -> None:
+def test_a_model_on_meta_has_the_same_shape(config: ModelConfig) -> None:
     model, outline = build_model(config, seed=0), build_model(config, seed=0, device="meta")
     assert all(parameter.is_meta for parameter in outline.parameters())
     assert shape_of(outline) == shape_of(model)
@@ -63,7 +63,7 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     per_block = 4 * 48 * 48 + 3 * 48 * 128 + 2 * 48  # attention, SwiGLU of 128, two norms
     head, norm, attention = VOCABULARY * 48, 48, 12 * 3 * 48 * CONTEXT
     expected = 6 * (3 * per_block + head + norm) + attention
-    for tied in (False, True):  # a lookup costs nothing; a tied embedding is also the head
+    for tied in (False, True):  # a lookup counts no FLOPs; a tied embedding counts as the head
         model = build_model(replace(SMALL, tied=tied), seed=0)
         assert flops_per_token(model, CONTEXT) == expected
         assert parameter_count(model) == 3 * per_block + head + norm + (0 if tied else head)
