@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zeropp.tools.train.data import DataConfig, Loader, open_data
+from zeropp.tools.train.data import DataConfig, Loader
 
 WORLDS, BATCHES = st.integers(1, 5), st.integers(1, 4)
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaders(config: DataConfig, world: int, batch: int, sequence: int = 4, seed: int = 0) -> list[Loader]:
     return [
-        open_data(config, rank=rank, world=world, sequence=sequence, batch=batch, seed=seed)
+        Loader(config, rank=rank, world=world, sequence=sequence, batch=batch, seed=seed)
         for rank in range(world)
     ]
 
@@ -167,7 +167,7 @@ def test_bad_sizes_are_refused(folder: Path, arguments: dict[str, int], says: st
         "seed": 0,
     } | arguments
     with pytest.raises(ValueError, match=says):
-        open_data(numbered(folder, 200), **given_arguments)
+        Loader(numbered(folder, 200), **given_arguments)
 
 
 def test_text_is_bytes_and_needs_no_vocabulary(tmp_path: Path) -> None:

@@ -46,7 +46,15 @@ class DataConfig:
 
 
 class Loader:
-    """Endless batches for training and fixed batches for evaluation. [Note: Global order]"""
+    """Endless batches for training and fixed batches for evaluation. [Note: Global order]
+
+    >>> loader = Loader(DataConfig("stdlib"), rank=0, world=2, sequence=16, batch=4, seed=0)
+    >>> tokens, targets = loader.next()
+    >>> tokens.shape, bool((tokens[:, 1:] == targets[:, :-1]).all())
+    (torch.Size([4, 16]), True)
+    >>> loader.state_dict()["consumed"]
+    8
+    """
 
     def __init__(
         self, config: DataConfig, *, rank: int, world: int, sequence: int, batch: int, seed: int
@@ -125,16 +133,3 @@ class Loader:
             )
         tokens = torch.from_numpy(rows)  # [batch, sequence + 1]
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def open_data(config: DataConfig, *, rank: int, world: int, sequence: int, batch: int, seed: int) -> Loader:
-    """Return a loader for one rank of `world`.
-
-    >>> loader = open_data(DataConfig("stdlib"), rank=0, world=2, sequence=16, batch=4, seed=0)
-    >>> tokens, targets = loader.next()
-    >>> tokens.shape, bool((tokens[:, 1:] == targets[:, :-1]).all())
-    (torch.Size([4, 16]), True)
-    >>> loader.state_dict()["consumed"]
-    8
-    """
-    return Loader(config, rank=rank, world=world, sequence=sequence, batch=batch, seed=seed)

@@ -22,7 +22,7 @@ from ... import apply
 from ..models.loading import check_fits, flops_per_token, parameter_count
 from ..models.sharding import build_sharded
 from .config import RunConfig
-from .data import open_data
+from .data import Loader
 from .world import World, seed_step
 
 
@@ -49,7 +49,7 @@ class Trainer:
     def __init__(self, run: RunConfig, world: World) -> None:
         self.run, self.world = run, world
         self.steps_done = 0
-        self.data = open_data(
+        self.data = Loader(
             run.data,
             rank=world.rank,
             world=world.size,
