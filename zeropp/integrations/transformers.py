@@ -1,10 +1,10 @@
 """Hugging Face: a callback for `transformers.Trainer` and all trainers of TRL.
 
 [Note: Micro-batches]
-Accelerate's `GradientState` is True in the last micro-batch of a step. If Accelerate has sharded the model,
-it also calls FSDP2's `no_sync`, which `follow_no_sync` turns into accumulation inside the node. If
-transformers has sharded the model (`DistributedConfig`), Accelerate does not call `no_sync`, so a hook reads
-`GradientState` before each forward. All ranks run the same loop, so they take the same branch.
+Accelerate's `GradientState.sync_gradients` is True in the last micro-batch of a step. If Accelerate has
+sharded the model, it also calls FSDP2's `no_sync`, which `follow_no_sync` turns into accumulation inside the
+node. If transformers has sharded the model (`DistributedConfig`), Accelerate does not call `no_sync`, so a
+hook reads `GradientState` before each forward. All ranks run the same loop, so they take the same branch.
 
 [Note: Synced references]
 TRL's `sync_ref_model` writes into the reference through `.data`, which no hook of torch sees, in a callback

@@ -135,7 +135,7 @@ def test_a_tied_head_is_the_embedding(deferred: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"heads": 5}, "width 48 does not divide into 5 heads"),
         ({"heads": 16}, "heads of an even width"),  # three wide
@@ -143,6 +143,6 @@ def test_a_tied_head_is_the_embedding(deferred: bool) -> None:
         ({"architecture": "gpt3"}, "GPTConfig.architecture is 'gpt3'; expected 'llama' or 'gpt2'"),
     ],
 )
-def test_impossible_shapes_are_refused(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_impossible_shapes_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         GPTConfig(**cast(Any, {"layers": 3, "width": 48, "heads": 3, "context": 32} | changes))

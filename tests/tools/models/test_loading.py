@@ -77,7 +77,7 @@ def test_overrides_change_a_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"source": "2B"}, "source is '2B'; expected one of 'tiny', .* or 'hf:' and a path"),
         ({"source": "hf:here", "layers": 2}, "layers=2 cannot change 'hf:here'; edit its config.json"),
@@ -85,8 +85,8 @@ def test_overrides_change_a_size() -> None:
         ({"heads": 5}, "width 192 does not divide into 5 heads"),
     ],
 )
-def test_bad_models_are_refused(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_bad_models_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ModelConfig(**arguments)
 
 

@@ -42,7 +42,7 @@ def test_presets_and_their_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "says"),
+    ("table", "message"),
     [
         (
             {"optimizer": {"learning_rate": -1}},
@@ -76,8 +76,8 @@ def test_presets_and_their_changes() -> None:
         ({"zeropp": {"weights": "int3"}}, "weights is 'int3'; expected one of"),
     ],
 )
-def test_errors_name_an_invalid_value(table: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_errors_name_an_invalid_value(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_run(table)
 
 

@@ -122,18 +122,18 @@ def test_seeds_differ(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"seed": 1}, "has data with seed 0, this run has seed 1"),
         ({"sequence": 5}, "has data with sequence 4, this run has sequence 5"),
         ({"tokens": 240}, "has data with training_tokens 150, this run has training_tokens 180"),
     ],
 )
-def test_a_state_of_other_data_is_refused(folder: Path, changed: dict[str, int], says: str) -> None:
+def test_a_state_of_other_data_is_refused(folder: Path, changed: dict[str, int], message: str) -> None:
     state = loaders(numbered(folder, 200), 1, 2)[0].state_dict()
     arguments: dict[str, Any] = {"seed": 0, "sequence": 4} | changed
     (loader,) = loaders(numbered(folder, arguments.pop("tokens", 200)), 1, 2, **arguments)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         loader.load_state_dict(state)
     assert loader.state_dict()["consumed"] == 0
 
@@ -151,14 +151,14 @@ def test_the_vocabulary_is_found_or_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"sequence": 60}, "150 tokens for training and 50 for validation; each must be more than .* 60"),
         ({"rank": 2, "world": 2}, "rank 2 of 2"),
         ({"batch": 0}, "batch 0"),
     ],
 )
-def test_bad_sizes_are_refused(folder: Path, arguments: dict[str, int], says: str) -> None:
+def test_bad_sizes_are_refused(folder: Path, arguments: dict[str, int], message: str) -> None:
     given_arguments: dict[str, Any] = {
         "rank": 0,
         "world": 1,
@@ -166,7 +166,7 @@ def test_bad_sizes_are_refused(folder: Path, arguments: dict[str, int], says: st
         "batch": 1,
         "seed": 0,
     } | arguments
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         Loader(numbered(folder, 200), **given_arguments)
 
 

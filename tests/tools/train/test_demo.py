@@ -84,8 +84,8 @@ def test_four_local_ranks_simulate_two_nodes(tmp_path: Path, monkeypatch: pytest
     launcher.run([str(script), "0"], lambda: seconds.append(1))
     assert {(tmp_path / str(rank)).read_text() for rank in range(4)} == {"4 0 --zeropp.node-size 2"}
     assert seconds
-    says = r"(?s)rank 2 was ended by SIGILL \(illegal instruction\).*Try: set ONEDNN_MAX_CPU_ISA"
-    with pytest.raises(JobError, match=says):
+    message = r"(?s)rank 2 was ended by SIGILL \(illegal instruction\).*Try: set ONEDNN_MAX_CPU_ISA"
+    with pytest.raises(JobError, match=message):
         launcher.run([str(script), "SIGILL"], lambda: None)
 
 

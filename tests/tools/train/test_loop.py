@@ -136,7 +136,7 @@ def refusal(run: RunConfig) -> str:
 def test_a_configuration_that_does_not_match_the_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     run = small_run(tmp_path, steps=2)
     ranks.run(train_here, run, world=1)
-    for changes, says in (
+    for changes, message in (
         (
             {"model": replace(run.model, layers=3)},
             "the checkpoint is from another run: model.layers was 2 and is 3",
@@ -145,4 +145,4 @@ def test_a_configuration_that_does_not_match_the_checkpoint_is_refused(ranks: Ra
         ({"resume": "never"}, "has checkpoints and resume is 'never'"),
         ({"resume": "yes"}, "resume is 'yes'; expected 'auto', 'never' or the folder of a checkpoint"),
     ):
-        assert says in ranks.run(refusal, replace(run, **changes), world=1)[0]
+        assert message in ranks.run(refusal, replace(run, **changes), world=1)[0]

@@ -170,7 +170,7 @@ class _Loop:
 
         def keep() -> None:
             if branch := keep_branch(self.run.folder, checkpoint, self.saved_step):
-                notes.append(f"later steps of the earlier run are kept in {branch}")
+                notes.append(f"later steps of the earlier run are now in {branch}")
 
         self.world.run_on_first(keep)
         return notes

@@ -110,5 +110,5 @@ def _record(kind: type[R], line: dict[str, Any], path: Path) -> R:
 
 
 def _drop_steps_from(path: Path, first_step: int) -> None:
-    kept = [line for line in _lines(path) if line.get("step", 0) < first_step]
-    write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+    earlier = [line for line in _lines(path) if line.get("step", 0) < first_step]
+    write_file(path, "".join(json.dumps(line) + "\n" for line in earlier))
