@@ -51,7 +51,7 @@ def with_zeropp(
 
     @dataclass(kw_only=True)
     class WithZeropp(parent):  # type: ignore[misc]
-        # Suppressed: torchtitan's command line cannot have new flags.
+        # No flag on torchtitan's command line: the Config is chosen in Python, next to the model.
         zeropp: Annotated[Config | Literal["auto"], tyro.conf.Suppress]
 
         def build(self, **kwargs: Any) -> Any:
