@@ -1,15 +1,16 @@
-"""The planner against two published tables that nothing in it was fitted to.
+"""The planner against two published tables to which none of its numbers was fitted.
 
     python benchmarks/blind_tables.py
 
-torchtitan: Llama 3.1 8B on FSDP2 and H100s, 8 and 128 of them. Predicted: what 128 lose against 8, and the
-communication that compute does not hide. Its recomputation is selective, which the planner does not know: the
-two cases around it, none and all of it, are both predicted.
+torchtitan: Llama 3.1 8B with FSDP2 on 8 and 128 H100s. The benchmark predicts the loss of throughput from 8
+to 128 GPUs, and the exposed communication. torchtitan recomputes selectively, which the planner does not
+support, so the benchmark predicts the two cases around it: no and full recomputation.
 
-SDP4Bit: GPTs of 1.3B and 2.7B with ZeRO-1 and fp32 gradients, against 4-bit weight differences, and gradients
-of 8 bits in the node and 4 across. ZeRO-1 is planned as FSDP2 that keeps the weights after forward: the same
-bytes, once each. The links' rates are not published: one per cluster is fitted, to the two figures of ZeRO-1,
-and the other two are predicted. Whether communication overlaps is not published either: both are shown.
+SDP4Bit: GPTs of 1.3B and 2.7B with ZeRO-1 and fp32 gradients, compared with 4-bit weight differences and
+gradients of 8 bits in the node and 4 across. ZeRO-1 is planned as FSDP2 without resharding after forward,
+which sends the same bytes. The rates of the links are not published: one rate per cluster is fitted to the
+two figures of ZeRO-1, and the other two figures are predicted. The schedule is not published either, so both
+are shown.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TORCHTITAN = {"eager": {8: 5762, 128: 5605}, "compiled": {8: 6667, 128: 6514}}
 
 ZERO1 = find_strategy("fsdp2")
 SDP4BIT = Strategy("sdp4bit", "SDP4Bit", Config.four_bit(gradients_in_node="int8", overlap=False))
-"""overlap: `Config`'s is for a CPU, and "in order" would have its lanes."""
+"""overlap=False: `Config.overlap` uses threads on a CPU, which the schedule "in order" must not have."""
 GPTS = {"1.3B": (24, 2048), "2.7B": (32, 2560)}
 """Layers and width."""
 FILE_WIDTH = 150
@@ -48,16 +49,17 @@ FILE_WIDTH = 150
 
 @dataclass(frozen=True)
 class Cluster:
-    """One of SDP4Bit's, and its published TFLOPs per GPU: ZeRO-1 and SDP4Bit, by model."""
+    """A cluster of SDP4Bit's paper."""
 
     name: str
     hardware: Hardware
     published: dict[str, tuple[float, float]]
+    """Published TFLOPs per GPU of ZeRO-1 and SDP4Bit, by model."""
 
 
 A100 = find_hardware("a100-200g")
 H800 = replace(find_hardware("h100-8x400g"), name="h800", in_node_gbyte_s=200.0)
-"""NVIDIA's data sheet: an H100 with NVLink of 400 GB/s, both ways."""
+"""An H100 whose NVLink has 400 GB/s in both directions together (NVIDIA's data sheet)."""
 CLUSTERS = [
     Cluster(
         "16 x 4 A100, Slingshot 10",
@@ -68,7 +70,7 @@ CLUSTERS = [
 ]
 NODES = 16
 LINKS = [4 * 1.02**step for step in range(270)]
-"""Gbit/s that are tried: 4 to 830."""
+"""Candidate rates in Gbit/s: 4 to 830."""
 
 
 def llama_table() -> Table:
@@ -118,16 +120,16 @@ def zero1_trace(model: str, ranks_per_node: int, strategy: Strategy) -> Trace:
 
 
 def _gathered_once(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """Without the second gather of each unit: the weights of forward are kept."""
-    kept: list[Event] = []
+    """Remove the second gather of each unit: its weights stay gathered after forward."""
+    remaining: list[Event] = []
     gathered: set[str] = set()
     for event in events:
         if isinstance(event, Gather) and event.unit in gathered:
             continue
         if isinstance(event, Gather):
             gathered.add(event.unit)
-        kept.append(event)
-    return tuple(kept)
+        remaining.append(event)
+    return tuple(remaining)
 
 
 def predict(cluster: Cluster, hardware: Hardware, model: str, strategy: Strategy) -> float:
@@ -135,7 +137,7 @@ def predict(cluster: Cluster, hardware: Hardware, model: str, strategy: Strategy
 
 
 def fit_link(cluster: Cluster, schedule: Hardware) -> Hardware:
-    """With the rate whose worse error on the two figures of ZeRO-1 is smallest."""
+    """Return the hardware with the rate that minimizes the larger error of the two figures of ZeRO-1."""
 
     def error(hardware: Hardware) -> float:
         errors = (

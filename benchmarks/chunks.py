@@ -1,10 +1,11 @@
-"""What a second piece of every collective gains or costs on gloo: the default with chunks=1 and chunks=2, in
-turns, in the same processes on the same shaped links, for units of several sizes.
+"""One chunk or two chunks per collective on gloo: the default Config with chunks=1 and chunks=2. They
+alternate in the same processes on the same shaped links, for units of several sizes.
 
     python benchmarks/chunks.py                      # 2 nodes x 2 ranks, 170 Mbit/s, three sizes: 8 minutes
     python benchmarks/chunks.py --widths 384 --link 45mbit
 
-`Config.chunks = "auto"` (comm/chunks.py) follows from it. CPU time is that of all ranks, divided by cores.
+`Config.chunks = "auto"` (comm/chunks.py) is based on the results. CPU time is the sum over ranks, divided by
+cores.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COUNTS = (1, 2)
 
 @dataclass(frozen=True)
 class Options:
-    """Compare one and two pieces."""
+    """Compare one chunk and two chunks."""
 
     widths: tuple[int, ...] = (384, 576, 1152)
     layers: int = 4
@@ -46,7 +47,8 @@ def with_chunks(strategy: Strategy, count: int) -> Strategy:
 
 
 def measure(options: Options, width: int, console: Console) -> tuple[int, dict[int, tuple[float, float]]]:
-    """Elements of a block in a rank's shard, and milliseconds of a step and of the cores, by chunks."""
+    """Return a block's elements in a rank's shard and, by number of chunks, the step time and CPU time in
+    ms."""
     workload = Workload(layers=options.layers, width=width, batch=options.batch)
     model = workload.build_model()
     row = sum(p.numel() for p in model.blocks[0].parameters()) // (options.nodes * options.ranks_per_node)

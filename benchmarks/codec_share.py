@@ -1,9 +1,9 @@
-"""How much of a training step goes into encoding and decoding: the quickstart's model on four local ranks.
+"""Share of a training step that encodes and decodes: the quickstart's model on four local ranks.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/codec_share.py
 
-Reads the labels that zeropp gives its work from torch's profiler, on every rank, and prints the mean share
-of each part in the wall time of a step.
+Reads zeropp's labels from torch's profiler on every rank and prints the mean share of each part in the wall
+time of a step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import quickstart  # type: ignore[import-not-found, unused-ignore]
 
 @dataclass
 class Options:
-    """What to measure."""
+    """The measurement."""
 
     steps: int = 20
-    """Measured steps; three more come before them."""
+    """Measured steps, after three for warmup."""
     micro_batches: int = 2
     node_size: int = 2
 
@@ -65,7 +65,7 @@ def main() -> None:
         step()
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(options.steps):  # timed without the profiler, which costs time itself
+    for _ in range(options.steps):  # timed without the profiler, which slows a step down
         step()
     step_ms = (time.perf_counter() - start) / options.steps * 1e3
     with profile_all_threads() as prof:

@@ -1,10 +1,10 @@
-"""What each codec setting loses: error, bias and bits, the tables of docs/codecs.md.
+"""Error, bias and bits of every codec setting: the tables of docs/codecs.md.
 
     python benchmarks/codecs.py --markdown tables.md
 
-On random numbers, and on gradients and weights of a small GPT (the quickstart's) that is trained here for
-some dozens of steps on the source code of Python's standard library. One process; reductions over several
-ranks are computed with the codecs' own operations, in the order in which the hops do it.
+The inputs are random numbers, and gradients and weights of a small GPT (the quickstart's), which this script
+trains for some dozens of steps on the source code of Python's standard library. It is one process: reductions
+over several ranks use the codecs' operations, in the order of the hops.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from outliers import gradients_with_outliers  # type: ignore[import-not-found, u
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. The defaults take about a minute on one core."""
+    """The measurement. The defaults take about a minute on one core."""
 
     steps: int = 50
-    """Steps that are trained before gradients and weights are taken."""
+    """Training steps before gradients and weights are recorded."""
     elements: int = 1 << 19
     """Random numbers of each kind."""
     seeds: int = 16
     """Encodings of the same numbers, for the bias."""
     markdown: Path | None = None
-    """Write the tables here."""
+    """File to which the tables are written."""
 
 
 class Section(NamedTuple):
@@ -52,13 +52,13 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What was taken from the training run."""
+    """Weights and gradients of the training run."""
 
     weights: nn.Module
     history: Tensor
     """Gradients of all steps, [steps, parameters]."""
     of_ranks: Tensor
-    """Gradients at the end, of as many batches as there are ranks, [64, parameters]."""
+    """Gradients after the last step, of one batch per rank, [64, parameters]."""
 
 
 def main(options: Options) -> None:
@@ -131,7 +131,7 @@ def one_encoding(options: Options, recording: Recording) -> Section:
 
 
 def rotations(options: Options, recording: Recording) -> Section:
-    """Why groups of 64, and why signs: the error of int4, block 128, after other rotations."""
+    """Compare group sizes and signs of rotations: the error of int4, block 128."""
     samples = make_samples(options, recording)
     samples["gradients of the MLP's second matrices"] = flat(
         p.grad for name, p in recording.weights.named_parameters() if name.endswith("down.weight")
@@ -150,7 +150,7 @@ def rotations(options: Options, recording: Recording) -> Section:
 
 
 def outliers(options: Options) -> Section:
-    """What rotation does where blocks have outliers, and where they have none."""
+    """Compare rotation on blocks with and without outliers."""
     formats = [BlockFormat(bits, 128, rotate) for bits in (8, 4) for rotate in (False, True)]
     rows = []
     for name, x in track(list(gradients_with_outliers(options.steps)), "Outliers"):
@@ -164,7 +164,7 @@ def outliers(options: Options) -> Section:
 
 
 def hadamard(size: int) -> Tensor:
-    """Orthonormal."""
+    """Return the orthonormal Hadamard matrix."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) / 2**0.5
@@ -187,7 +187,7 @@ def name_of(fmt: BlockFormat) -> str:
 
 
 def two_hops(recording: Recording) -> Section:
-    """The mean over all ranks: int8 or int4 in the node, int4 across."""
+    """Reduce gradients over all ranks: int8 or int4 in the node, int4 across."""
     pairs = [
         (BlockFormat(bits, 128, first_rotates, stochastic), BlockFormat(4, 128, second_rotates, stochastic))
         for bits in (8, 4)
@@ -208,7 +208,8 @@ def two_hops(recording: Recording) -> Section:
 
 
 def reduce_in_two_hops(x: Tensor, first: BlockCodec, second: BlockCodec, seed: int) -> Tensor:
-    """x [nodes, ranks, P]. Every rank sends all its gradients as one row, which changes no error."""
+    """Return the mean of `x` [nodes, ranks, P]. Every rank sends its gradients as one row, which has the same
+    error as one row per receiver."""
     nodes, ranks, numel = x.shape
     across = torch.empty(nodes, 1, second.row_bytes(numel), dtype=torch.uint8)
     in_node = torch.empty(ranks, 1, first.row_bytes(numel), dtype=torch.uint8)
@@ -223,7 +224,8 @@ def reduce_in_two_hops(x: Tensor, first: BlockCodec, second: BlockCodec, seed: i
 
 
 def feedback(recording: Recording) -> Section:
-    """int4 gradients of all steps, with what one step lost added to the next; LoCo averages the losses."""
+    """Encode the gradients of all steps as int4 and add the error of each step to the next. LoCo averages
+    errors."""
     total, state_codec = recording.history.sum(0), BlockCodec(BlockFormat(8, 128))
     rows = []
     for name, codec in (
@@ -257,7 +259,8 @@ def feedback(recording: Recording) -> Section:
 
 
 def alignment(recording: Recording) -> Section:
-    """Weights of one unit as FSDP2 lays them out: for each rank, its padded shards of all parameters."""
+    """Encode the weights of one unit in FSDP2's layout: for each rank, its padded shards of all
+    parameters."""
     torch.manual_seed(2)
     width = 1024
     made = {
@@ -292,7 +295,7 @@ def alignment(recording: Recording) -> Section:
 
 
 def compare_alignment(parameters: dict[str, Tensor], ranks: int, fmt: BlockFormat) -> list[str]:
-    shards = [padded_shards(parameter, ranks) for parameter in parameters.values()]  # of [ranks, elements]
+    shards = [padded_shards(parameter, ranks) for parameter in parameters.values()]  # each [ranks, elements]
     is_matrix = torch.cat(
         [torch.full_like(shard, p.ndim > 1) for p, shard in zip(parameters.values(), shards, strict=True)], 1
     ).bool()
@@ -326,7 +329,7 @@ def compare_alignment(parameters: dict[str, Tensor], ranks: int, fmt: BlockForma
 
 
 def padded_shards(parameter: Tensor, ranks: int) -> Tensor:
-    """The shards of dimension 0, each padded to the size of the first."""
+    """Return the shards of dimension 0, each padded to the size of the first."""
     rows = -(-parameter.shape[0] // ranks)
     matrix = parameter.reshape(parameter.shape[0], -1)
     return nn.functional.pad(matrix, (0, 0, 0, rows * ranks - len(matrix))).view(ranks, -1)
@@ -346,7 +349,8 @@ def relative(y: Tensor, x: Tensor) -> float:
 
 
 def gain(y: Tensor, x: Tensor) -> float:
-    """How much longer y is than x, in the direction of x: an error that no averaging takes away."""
+    """Return the relative excess length of y in the direction of x: an error that averaging does not
+    reduce."""
     return float((y.double() - x.double()) @ x.double() / (x.double() @ x.double()))
 
 

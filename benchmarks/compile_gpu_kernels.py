@@ -1,9 +1,9 @@
-"""Every GPU kernel, compiled ahead of time: registers, spills and load widths on each kind of GPU.
+"""Compile every GPU kernel ahead of time: registers, spills and load widths for each GPU architecture.
 
     python benchmarks/compile_gpu_kernels.py                                    # all targets
     python benchmarks/compile_gpu_kernels.py --targets sm_90 --block-sizes 128
 
-Runs on any machine: no GPU is needed, and nothing is timed.
+It needs no GPU and runs no kernel.
 """
 
 from __future__ import annotations
@@ -48,32 +48,33 @@ AMD_WIDTHS = {"ubyte": 8, "ushort": 16, "dword": 32, "dwordx2": 64, "dwordx3": 9
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with all that is fixed at compile time."""
+    """A kernel with its compile-time constants."""
 
     name: str
     kernel: Any
     pointers: Mapping[str, str]
-    """Names of the pointer arguments, and what they point to."""
+    """Pointer arguments and their element types."""
     constants: Mapping[str, object]
     odd_rows: bool = False
-    """Rows of numbers are not a multiple of 16 long, so most do not start at a multiple of 16 bytes."""
+    """The length of rows is not a multiple of 16, so most rows are not aligned to 16 bytes."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one variant became on one target. None: the tool that tells is missing, and named in `missing`."""
+    """The compiled code of a variant on a target. Fields are None if a tool is missing, named in
+    `missing`."""
 
     variant: str
     target: str
     registers: int | None = None
-    """Registers of a thread; VGPRs on AMD."""
+    """Registers per thread; VGPRs on AMD."""
     spills: int | None = None
     """Bytes of stack per thread on NVIDIA, spilled registers on AMD."""
     shared_bytes: int | None = None
     load_bits: int | None = None
-    """The narrowest load of anything but a scale."""
+    """Width of the narrowest load, except for scales."""
     instructions: float | None = None
-    """Machine instructions per element (on AMD: vector instructions); None also if the kernel has a loop."""
+    """Machine instructions per element (on AMD: vector instructions); also None if the kernel has a loop."""
     assembly: str = field(default="", repr=False)
     """SASS or amdgcn, if there is a disassembler."""
     missing: str = ""
@@ -87,7 +88,7 @@ def compile_all(
 ) -> list[Report]:
     """Compile the variants whose names contain `name_contains`, for every target."""
     if triton.knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
+        raise RuntimeError("TRITON_INTERPRET is set, so Triton does not compile: unset it")
     chosen = [
         (variant, target)
         for target in targets
@@ -199,7 +200,8 @@ def _listed(marks: Mapping[str, bool]) -> str:
 
 
 def compile_variant(variant: Variant, target_name: str, disassemble: bool = True) -> Report:
-    """Without `disassemble`, of NVIDIA's neither instructions nor assembly, which take half of the time."""
+    """Compile a variant. Without `disassemble`, a report for NVIDIA has neither instructions nor assembly,
+    which take half of the time."""
     target = TARGETS[target_name]
     if target.backend == "cuda" and _tool(_ptxas(target)) is None:
         return Report(variant.name, target_name, missing=_ptxas(target))
@@ -242,7 +244,7 @@ def _report_nvidia(variant: Variant, target: str, compiled: Any, disassemble: bo
         spills=stack,
         shared_bytes=compiled.metadata.shared,
         load_bits=_narrowest(variant, [int(count or 1) * int(bits) for count, bits in vectors]),
-        # (What is marked weak is the part of a division that only scales near the limits of fp32 need.)
+        # The part marked weak is the slow path of a division, which only scales near the limits of fp32 take.
         instructions=_per_element(sass.partition(".weak")[0], SASS_INSTRUCTION) if sass else None,
         assembly=sass or "",
         missing=" and ".join(missing),
@@ -273,7 +275,7 @@ def _narrowest(variant: Variant, load_widths: list[int]) -> int:
 
 
 def _per_element(assembly: str, instruction: str) -> float | None:
-    """Instructions per element of the tile, if each is run once by each thread."""
+    """Return the instructions per element of a tile, if each thread runs each instruction once; else None."""
     labels: set[str] = set()
     count = 0
     after_label = False
@@ -283,7 +285,7 @@ def _per_element(assembly: str, instruction: str) -> float | None:
             after_label = True
             continue
         branch = re.search(r"\b(?:BRA[.\w]*|s_c?branch\w*)\s.*?\.?(L\w+)", line)
-        # (SASS ends with a branch to itself, which is never reached.)
+        # SASS ends with a branch to itself, which is never reached.
         if branch and branch[1] in labels and not after_label:
             return None
         if re.search(instruction, line):
@@ -295,7 +297,9 @@ def _per_element(assembly: str, instruction: str) -> float | None:
 def _number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
-        raise ValueError(f"no {pattern!r} in the compiler's output; does this version print something else?")
+        raise ValueError(
+            f"the compiler's output does not match {pattern!r}; adapt the pattern to this version of the tool"
+        )
     return int(found[1])
 
 
@@ -304,7 +308,8 @@ def _ptxas(target: GPUTarget) -> str:
 
 
 def _tool(name: str) -> str | None:
-    """The path of one of NVIDIA's tools, where Triton finds it: in itself, or named by TRITON_..._PATH."""
+    """Return the path of one of NVIDIA's tools: TRITON_..._PATH, or the copy in Triton. None if there is
+    none."""
     try:
         path: str = getattr(triton.knobs.nvidia, name).path
     except RuntimeError:
@@ -321,14 +326,14 @@ def _output(tool: str, *arguments: str) -> str | None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compile the GPU kernels for several GPUs, without one, and show registers, spills and load widths."""
+    """Compile the GPU kernels for several architectures and show registers, spills and load widths."""
 
     targets: tuple[TargetName, ...] = get_args(TargetName)
     """GPU architectures."""
     block_sizes: tuple[int, ...] = (128, 256)
-    """Elements that share one scale."""
+    """Elements per scale."""
     name_contains: str = ""
-    """Only the variants with this in their names, for example "recode"."""
+    """Compile only variants whose name contains this, for example "recode"."""
 
 
 def main(arguments: Arguments) -> None:

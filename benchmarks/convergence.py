@@ -1,10 +1,10 @@
-"""The convergence study: the same GPT, trained with each technique and several seeds; validation losses.
+"""The convergence study: validation losses of one GPT, trained with each technique and several seeds.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/convergence.py
     torchrun --standalone --nproc-per-node 4 benchmarks/convergence.py --text shakespeare.txt --steps 3000
 
-Four local ranks play two nodes of two. A run's seed fixes weights and data, so runs of one seed differ in
-what they send, and in nothing else. Results are saved after each run; started again, the study goes on.
+Four local ranks simulate two nodes of two. The seed of a run determines weights and data, so runs of one seed
+differ only in their communication. Results are saved after each run; a second start continues the study.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeropp.tools.train.config import (
     BatchConfig,
     EvaluationConfig,
     OptimizerConfig,
-    Run,
+    RunConfig,
     ScheduleConfig,
     read_run,
 )
@@ -42,9 +42,9 @@ from zeropp.tools.train.trainer import Trainer
 from zeropp.tools.train.world import World, join_world
 
 NODE_SIZE = 2
-TEXT_BYTES = 1_115_394  # as many as tinyshakespeare has
+TEXT_BYTES = 1_115_394  # the size of tinyshakespeare
 ALLOWED = 0.003
-"""How far above plain FSDP2 what we recommend may end, unless seeds differ by more."""
+"""Allowed loss of a recommended Config above plain FSDP2, unless seeds differ by more."""
 
 PLAIN = "plain FSDP2"
 STRATEGIES = {
@@ -58,22 +58,22 @@ STRATEGIES = {
     "four_bit": Config.four_bit(),
     "direct int4 weights": Config(weights="int4"),
 }
-OF_MICRO_BATCHES = {"pending in bf16": Config(gradients_pending="bf16")}
-"""Which differ from others only if a step has several."""
+MICRO_BATCH_STRATEGIES = {"pending in bf16": Config(gradients_pending="bf16")}
+"""Strategies that differ from the others only if a step has several micro-batches."""
 
 
 @dataclass
 class Options:
-    """What to train; a run of the default size takes about a minute on two cores."""
+    """The training; a run of the default size takes about a minute on two cores."""
 
     steps: int = 1000
     seeds: tuple[int, ...] = (0, 1, 2)
     strategies: tuple[str, ...] = ()
-    """Names of strategies; none: all of them."""
+    """Names of strategies; empty: all."""
     extra: Path | None = None
-    """A TOML file with more strategies: a table for each, with keys as in [zeropp] of `zeropp train`."""
+    """A TOML file with more strategies: one table each, with keys as in [zeropp] of `zeropp train`."""
     text: Path | None = None
-    """A text file; none: the first 1.1 MB of the Python standard library's sources."""
+    """A text file; None: the first 1.1 MB of the Python standard library's source code."""
     layers: int = 2
     width: int = 96
     heads: int = 3
@@ -81,10 +81,10 @@ class Options:
     batch: int = 4
     """Sequences per rank and micro-batch."""
     micro_batches: int = 1
-    """Per step; all but the last are reduced inside the node only, where a strategy has two hops."""
+    """Micro-batches per step. Strategies with two hops reduce all but the last one inside the node only."""
     learning_rate: float = 3e-3
     folder: Path = Path("runs/convergence")
-    """For results.json and results.md."""
+    """Folder of results.json and results.md."""
 
 
 def main() -> None:
@@ -119,8 +119,8 @@ def main() -> None:
 
 
 def choose_strategies(options: Options) -> dict[str, Config]:
-    """By name; the nodes are the same for all."""
-    known = STRATEGIES | (OF_MICRO_BATCHES if options.micro_batches > 1 else {})
+    """Return the chosen strategies by name, all with the same size of nodes."""
+    known = STRATEGIES | (MICRO_BATCH_STRATEGIES if options.micro_batches > 1 else {})
     if options.extra is not None:
         for name, table in tomllib.loads(options.extra.read_text()).items():
             config = read_run({"zeropp": table}).zeropp
@@ -136,7 +136,7 @@ def choose_strategies(options: Options) -> dict[str, Config]:
 
 
 def prepare(options: Options, world: World) -> Path:
-    """The folder, and the text in it."""
+    """Make the folder and its text. Return the path of the text."""
     text = options.text or options.folder / "text.txt"
     if world.is_first:
         options.folder.mkdir(parents=True, exist_ok=True)
@@ -147,11 +147,11 @@ def prepare(options: Options, world: World) -> Path:
     return text
 
 
-def make_run(options: Options, text: Path, config: Config, seed: int) -> Run:
+def make_run(options: Options, text: Path, config: Config, seed: int) -> RunConfig:
     model = ModelConfig(
         layers=options.layers, width=options.width, heads=options.heads, context=options.sequence
     )
-    return Run(
+    return RunConfig(
         steps=options.steps,
         seed=seed,
         model=model,
@@ -164,8 +164,8 @@ def make_run(options: Options, text: Path, config: Config, seed: int) -> Run:
     )
 
 
-def train(run: Run, world: World, advance: Callable[[], None]) -> dict[str, Any]:
-    """One run: the validation loss at each quarter of the way."""
+def train(run: RunConfig, world: World, advance: Callable[[], None]) -> dict[str, Any]:
+    """Train once. Return the validation loss after each quarter of the steps, and other results."""
     trainer = Trainer(run, world)
     curve, sent, seconds = [], 0, 0.0
     for step in range(1, run.steps + 1):
@@ -182,12 +182,12 @@ def train(run: Run, world: World, advance: Callable[[], None]) -> dict[str, Any]
         "parameters": trainer.parameters,
     }
     del trainer
-    gc.collect()  # the model, with the hooks that zeropp has on all optimizers
+    gc.collect()  # frees the model, and zeropp's global optimizer hooks with it
     return outcome
 
 
 def load(options: Options, text: Path) -> dict[str, Any]:
-    """What an earlier start left; it must have been the same study. Every rank reads the same file."""
+    """Return the results of earlier starts of the same study. Every rank reads the same file."""
     sizes = {name: value for name, value in asdict(options).items() if isinstance(value, (int, float))}
     settings = sizes | {"text": str(options.text or "stdlib"), "text_bytes": text.stat().st_size}
     path = options.folder / "results.json"
@@ -196,17 +196,17 @@ def load(options: Options, text: Path) -> dict[str, Any]:
         results = json.loads(path.read_text())
         if results["settings"] != settings:
             raise ValueError(
-                f"{path} is of another study: {results['settings']}, and this one is {settings}; choose "
-                "another --folder, or remove it"
+                f"{path} is from another study: {results['settings']}; this study has {settings}; choose "
+                "another --folder, or remove the file"
             )
-    dist.barrier()  # before the first rank writes it
+    dist.barrier()  # all ranks read before the first rank writes
     return results
 
 
 def save(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
     new.write_text(text)
-    new.replace(path)  # whole, or as it was
+    new.replace(path)  # atomic: a crash leaves the old file or the new one
 
 
 def find(results: dict[str, Any], name: str, seed: int) -> dict[str, Any] | None:
@@ -214,7 +214,7 @@ def find(results: dict[str, Any], name: str, seed: int) -> dict[str, Any] | None
 
 
 def render(results: dict[str, Any], strategies: list[str], seeds: tuple[int, ...]) -> str:
-    """A table in Markdown, and what it says about the default."""
+    """Return a table in Markdown and a verdict on the recommended Configs."""
     losses = {
         name: [run["validation_loss"] for s in seeds if (run := find(results, name, s))]
         for name in strategies

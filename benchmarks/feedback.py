@@ -1,9 +1,10 @@
-"""Error feedback, step by step: which moving average to keep (`AVERAGE` in zeropp/comm/error_feedback.py).
+"""Weights of the moving average in error feedback (`AVERAGE` in zeropp/comm/error_feedback.py).
 
     python benchmarks/feedback.py
 
-Encodes 60 gradients as int4, one after the other, with feedback and without. Prints the relative error of
-their sum, which feedback is for, and that of a single step, which it costs. One process, seconds.
+Encodes 60 gradients as int4, one after the other, with and without feedback. Prints the relative error of
+their sum, which feedback reduces, and that of a single step, which feedback increases. It is one process and
+takes seconds.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ NUMEL, STEPS, BLOCK_SIZE = 1 << 15, 60, 128
 
 @dataclass
 class Options:
-    """What to compare."""
+    """The comparison."""
 
     averages: tuple[float, ...] = (1.0, 0.5, 0.2)
-    """Shares of the last error in the moving average."""
+    """Weights of the last error in the moving average."""
 
 
 def all_gradients() -> dict[str, list[Tensor]]:
-    """A mean that stays, and noise, in every step."""
+    """Return the gradients of all steps by kind: a constant mean plus noise."""
     torch.manual_seed(0)
     mean = torch.randn(1, NUMEL)
     heavy = torch.distributions.StudentT(torch.tensor(3.0))
@@ -47,7 +48,8 @@ def all_gradients() -> dict[str, list[Tensor]]:
 
 
 def errors(given: list[Tensor], average: float | None) -> tuple[float, float]:
-    """Relative errors of the sum, and of one step (the mean over all); None: without feedback."""
+    """Return the relative errors of the sum and of a step (mean over all). `average` None: without
+    feedback."""
     codec = BlockCodec(BlockFormat(4, BLOCK_SIZE))
     counted = partial(HopCodec, Ledger(), "unit", "reduce_scatter", KEPT_ERRORS)
     codecs = ErrorCodecs(

@@ -1,13 +1,13 @@
-"""What a gather or a reduction costs the host: CPU time of the thread that calls, beside FSDP2's own.
+"""Host cost of a gather and of a reduction: CPU time of the calling thread, for zeropp and for FSDP2's comms.
 
     python benchmarks/host_cost.py
 
-One process stands for rank 0 of 64 and of 1024 ranks, 8 on each node. Its process groups send nothing: each
-call goes through torch's dispatcher to a `fake` group of one rank (larger ones copy as often as they have
-ranks). Kernels do nothing (`--kernels`: those of the CPU, on shards of 64 elements). What is left is what a
-training process spends before it can go on, on any device; launches of a GPU's kernels come on top. Hops run
-as the backend's collectives, as on a GPU, not as messages from rank to rank, which take their place on a CPU.
-Calls of ours and of FSDP2's own comms alternate; the best of several rounds counts.
+One process simulates rank 0 of 64 and of 1024 ranks, 8 per node. Its process groups send nothing: each call
+goes through torch's dispatcher to a `fake` group of one rank (a larger fake group copies once per rank).
+Kernels do nothing; with `--kernels`, they are those of the CPU, on shards of 64 elements. The result is the
+time that a call takes from the training thread on any device, without launches of GPU kernels. Hops are
+collectives of the backend, as on a GPU, and not messages between ranks, as on a CPU. Calls of zeropp and
+FSDP2 alternate, and the best of several rounds counts.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from zeropp.quant import noop as dry
 from zeropp.topology import Hop, Topology
 
 PER_NODE = 8
-SHARD, SHARD_OF_TWO_CHUNKS = 64, 256  # elements; chunks are of whole blocks
+SHARD, SHARD_OF_TWO_CHUNKS = 64, 256  # elements; a chunk has whole blocks
 
 
 @dataclass
 class Options:
-    """What to measure."""
+    """The measurement."""
 
     world_sizes: tuple[int, ...] = (64, 1024)
     calls: int = 100
-    """In a round."""
+    """Calls per round."""
     rounds: int = 7
     kernels: bool = False
-    """Encode and decode with the kernels of the CPU: at 1024 ranks that is work on 65,536 elements."""
+    """Encode and decode with the CPU's kernels: 65,536 elements at 1024 ranks."""
     two_chunks: bool = False
-    """Cut each buffer in two, as buffers of large units are."""
+    """Split each buffer into two chunks, like the buffers of large units."""
     profile: bool = False
-    """Show which functions take the time of ours, instead."""
+    """Print a profile of zeropp's functions instead of the table."""
 
 
 class Idle(dist.ProcessGroup):
-    """A process group of which this process is rank 0, and which sends nothing."""
+    """A process group that sends nothing. This process is its rank 0."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]  # as torch's own tests do
@@ -81,9 +81,9 @@ class Idle(dist.ProcessGroup):
 
 
 def idle(ranks: list[int]) -> Idle:
-    """A group of these ranks, known to torch.distributed by them."""
+    """Return an idle group of these ranks, registered in torch.distributed."""
     group = Idle(len(ranks))
-    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
 
@@ -91,7 +91,7 @@ Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]
 
 
 def prepare(world_size: int, elements: int) -> Calls:
-    """For each kind of call, on shards of so many elements: ours, and FSDP2's own."""
+    """Return zeropp's and FSDP2's calls by kind, on shards of `elements`."""
     group, nodes = idle(list(range(world_size))), world_size // PER_NODE
     topology = Topology(tuple(range(world_size)), tuple(r // PER_NODE for r in range(world_size)), rank=0)
     hops = (
@@ -145,7 +145,7 @@ def main(options: Options) -> None:
     for world_size in options.world_sizes:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         for name, (ours, theirs) in prepare(world_size, elements).items():
-            for call in (ours, theirs):  # kernels compile, layouts are built
+            for call in (ours, theirs):  # the first call compiles kernels and builds layouts
                 call()
             if options.profile:
                 with cProfile.Profile(time.thread_time) as profile:

@@ -1,8 +1,10 @@
-"""The CPU kernels against memory speed: python benchmarks/kernels.py --markdown table.md
+"""The CPU kernels against memory speed.
 
-ratio = time of a torch copy_ that reads and writes as many bytes / time of the kernel. Both are the best of
-many runs, taken in turns because the machine's speed drifts. With one thread it is that thread's CPU time, so
-that other jobs on the same core do not count.
+    python benchmarks/kernels.py --markdown table.md
+
+ratio = time of a torch copy_ that reads and writes as many bytes / time of the kernel. Both times are the
+best of many runs, which alternate because the machine's speed drifts. With one thread, the time is that
+thread's CPU time, so other jobs on the same core do not count.
 """
 
 from __future__ import annotations
@@ -53,20 +55,20 @@ class Options:
     formats: tuple[FormatName, ...] = tuple(FORMATS)
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
     senders: tuple[int, ...] = (2, 4, 8)
-    """How many senders decode_sum and recode add up."""
+    """Numbers of senders that decode_sum and recode add up."""
     rounds: int = 15
-    """Runs of each operation at 64M elements; more of them at fewer elements."""
+    """Runs of each operation at 64M elements; smaller buffers have more runs."""
     cpu: Literal["native", "avx2"] = "native"
-    """What the kernels are compiled for: this CPU, or one with AVX2 and without AVX-512."""
+    """Target of the kernels' compiler: this CPU, or one with AVX2 and without AVX-512."""
     json: Path | None = None
-    """Write the measurements here."""
+    """File to which the measurements are written."""
     markdown: Path | None = None
-    """Write the table here."""
+    """File to which the table is written."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Operations on the same buffers, which are measured in turns."""
+    """Operations on the same buffers, measured in alternation."""
 
     threads: int
     elements: int
@@ -96,7 +98,7 @@ class Measurement:
 
 def main(options: Options) -> None:
     if options.cpu == "avx2" and os.environ.get("NUMBA_CPU_NAME") != AVX2["NUMBA_CPU_NAME"]:
-        # numba reads them when it is imported.
+        # numba reads these variables at its import.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **AVX2})
     console = Console()
     machine = describe_machine()
@@ -127,7 +129,7 @@ def measure(group: Group, options: Options) -> Iterator[Measurement]:
     best_kernel = [float("inf")] * len(operations)
     best_copy = list(best_kernel)
     for operation in operations:
-        operation.run()  # compile, and touch every page
+        operation.run()  # compiles the kernel and touches every page
     for _ in range(options.rounds * min(10, max(1, (64 << 20) // group.elements))):
         for i, operation in enumerate(operations):
             half = operation.moved_bytes // 2

@@ -1,9 +1,9 @@
-"""Tables of steps in the lab, for README and docs, from the numbers in docs/data:
+"""Tables of step times in the lab for README and docs, from the numbers in docs/data.
 
     python benchmarks/lab_tables.py
 
-Each bench-NAME.json there was written by `zeropp lab bench --json`; docs/lab-results.md has the command above
-its table, and `zeropp lab bench --show docs/data/bench-NAME.json` prints all of it.
+`zeropp lab bench --json` has written each bench-NAME.json. docs/lab-results.md has the command above each
+table, and `zeropp lab bench --show docs/data/bench-NAME.json` prints all numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def all_tables() -> dict[str, list[list[str]]]:
-    """By the page that they are on: tables, line by line."""
+    """Return the tables of each page, as lists of lines."""
     runs = {path.stem: Results.load(path) for path in sorted((ROOT / "docs" / "data").glob("bench-*.json"))}
     slow, paper, fast = (runs[f"bench-{name}"] for name in ("slow", "paper", "fast"))
     return {
@@ -42,7 +42,7 @@ def all_tables() -> dict[str, list[list[str]]]:
 
 
 def throughput_table(results: Results) -> list[str]:
-    """Throughput and bytes of the strategies that a reader should know first."""
+    """Return throughput and bytes of the main strategies."""
     counts = results.micro_batches()
     rows = []
     for strategy in map(find_strategy, IN_README):
@@ -54,7 +54,7 @@ def throughput_table(results: Results) -> list[str]:
 
 
 def regimes_table(runs: Sequence[Results]) -> list[str]:
-    """What a reader who has to choose compares, by the share of communication."""
+    """Return speedups of four strategies by the share of communication, as a help to choose."""
     compared = [find_strategy(name) for name in ("wire16-overlap", "hsdp", "hfsdp", "default")]
     rows = [
         [
@@ -69,7 +69,7 @@ def regimes_table(runs: Sequence[Results]) -> list[str]:
 
 
 def steps_table(results: Results) -> list[str]:
-    """Step times, against the baseline's and against what is possible."""
+    """Return step times, relative to the baseline and to the limit."""
     counts = results.micro_batches()
     heads = [
         "",
@@ -79,7 +79,7 @@ def steps_table(results: Results) -> list[str]:
         [title(strategy), *(cell for count in counts for cell in _times(results, strategy, count))]
         for strategy, _ in results.measured(counts[0])
     ]
-    if len(counts) == 1:  # there is room for bytes
+    if len(counts) == 1:  # the table has room for bytes
         heads.append("bytes")
         for row, (_, cell) in zip(rows, results.measured(counts[0]), strict=True):
             row.append(_bytes(results, cell))
@@ -87,7 +87,7 @@ def steps_table(results: Results) -> list[str]:
 
 
 def losses_table(results: Results) -> list[str]:
-    """Bytes at each number of micro-batches; loss and memory at the first."""
+    """Return bytes for each number of micro-batches, and loss and memory for the first one."""
     counts = results.micro_batches()
     heads = [
         "",

@@ -1,6 +1,6 @@
-"""Gradients with outliers inside blocks, from situations that real training meets: for benchmarks/codecs.py.
+"""Gradients with outliers inside blocks, from situations of real training, for benchmarks/codecs.py.
 
-All of them come out of backward passes of the quickstart's GPT; nothing is drawn from a distribution.
+All gradients come from backward passes of the quickstart's GPT. None is drawn from a distribution.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # type: ignore[import-not-found, unused-ignore]
 
-WIDTH = 96  # no multiple of a block: blocks cross the rows of matrices, as in most models
+WIDTH = 96  # not a multiple of a block, so blocks cross rows of matrices, as in most models
 LOUD_CHANNEL, LOUDNESS = 17, 20.0
 SPIKE = 30.0
 
 
-class Training:
-    """A small GPT, its data and optimizer."""
+class QuickstartTraining:
+    """The quickstart's GPT with its data and optimizer."""
 
     def __init__(self) -> None:
         self.job = quickstart.Options(layers=4, width=WIDTH, batch=8)
@@ -32,7 +32,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(0)
 
     def backward(self, corrupt: bool = False) -> dict[str, Tensor]:
-        """The gradients of a batch by name; `corrupt`: one of its sequences is random bytes."""
+        """Return the gradients of a batch by name. With `corrupt`, one of its sequences is random bytes."""
         tokens, targets = quickstart.sample(self.data, self.job, self.generator)
         if corrupt:
             noise = torch.randint(256, (self.job.context + 1,), generator=self.generator)
@@ -48,7 +48,7 @@ class Training:
 
 
 def gradients_with_outliers(steps: int) -> Iterator[tuple[str, Tensor]]:
-    """(what they are, all their elements in the order of memory). See "Outliers" in docs/codecs.md."""
+    """Yield a name and all elements in memory order, for each situation. See "Outliers" in docs/codecs.md."""
     for situation, make in SITUATIONS.items():
         gradients = make(steps)
         for kind, parts in KINDS.items():
@@ -64,20 +64,19 @@ KINDS = {
 
 
 def _trained(steps: int) -> dict[str, Tensor]:
-    training = Training()
+    training = QuickstartTraining()
     training.steps(steps)
     return training.backward()
 
 
 def _at_the_start(steps: int) -> dict[str, Tensor]:
-    training = Training()
-    training.steps(2)
-    return training.backward()
+    return _trained(2)
 
 
 def _loud_channel(steps: int) -> dict[str, Tensor]:
-    """Large models learn channels whose activations dwarf all others; here its gain makes one so."""
-    training = Training()
+    """Scale up the gain of one channel: large models learn channels with much larger activations than
+    others."""
+    training = QuickstartTraining()
     for module in training.model.modules():
         if isinstance(module, nn.RMSNorm):
             module.weight.data[LOUD_CHANNEL] *= LOUDNESS
@@ -86,13 +85,13 @@ def _loud_channel(steps: int) -> dict[str, Tensor]:
 
 
 def _corrupt(steps: int) -> dict[str, Tensor]:
-    training = Training()
+    training = QuickstartTraining()
     training.steps(steps)
     return training.backward(corrupt=True)
 
 
 def _spike(steps: int) -> dict[str, Tensor]:
-    training = Training()
+    training = QuickstartTraining()
     training.steps(steps)
     for group in training.optimizer.param_groups:
         group["lr"] *= SPIKE

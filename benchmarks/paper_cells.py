@@ -1,13 +1,14 @@
-"""The planner against the ZeRO++ paper: its 20 cells, its fully specified run, and what it predicts beyond.
+"""The planner against the ZeRO++ paper: its 20 cells, its fully specified run, and predictions beyond it.
 
     python benchmarks/paper_cells.py [--scaling]
 
-All numbers are from data sheets but one, the achievable share of the peak, which is fitted to the whole table
-at once (the smallest median error of all 40 throughputs). What was run there was DeepSpeed on V100s: ZeRO-3,
-and ZeRO++ with activation checkpointing. We plan the same traffic with FSDP2 and `Config.paper()`.
+All numbers come from data sheets, except for the achievable share of the peak. This share is fitted to the
+whole table at once (the smallest median error of all 40 throughputs). The paper ran DeepSpeed on V100s:
+ZeRO-3, and ZeRO++ with activation checkpointing. The planner predicts the same traffic with FSDP2 and
+`Config.paper()`.
 
-The one choice that is no number is the schedule. The table is predicted with both: in order (communication
-is waited for), and overlapped as FSDP2 does it. The published numbers decide between them, not we.
+The paper does not name its schedule, so the table has predictions for both: in order (compute waits for all
+communication), and overlapped like FSDP2. The published numbers decide between the two.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ PUBLISHED = json.loads((Path(__file__).parent / "data" / "zeropp_paper.json").re
 VOCABULARY = 50304
 ZERO3 = find_strategy("fsdp2")
 PAPER = Strategy("paper", "the paper's set", Config.paper(overlap=False))
-"""overlap: `Config`'s is for a CPU, and "in order" would have its lanes."""
+"""overlap=False: `Config.overlap` uses threads on a CPU, which the schedule "in order" must not have."""
 STRATEGIES: dict[str, Strategy] = {"zero3": ZERO3, "zeropp": PAPER}
 V100 = find_hardware("v100-dgx2-100g")
 SHARES = [share / 100 for share in range(36, 62, 2)]
 CANNOT_EXPLAIN = 0.15
-"""Error of the speedup from which on we say so."""
+"""Error of the speedup above which the table says "not explained"."""
 FILE_WIDTH = 150
 
 
 @dataclass(frozen=True)
 class Options:
-    """Predict what the ZeRO++ paper published."""
+    """Predict the published numbers of the ZeRO++ paper."""
 
     scaling: bool = False
     """Also predict 64 to 4,096 GPUs, at 100 and 400 Gbit/s."""
     json: Path | None = None
-    """Where all numbers go."""
+    """File to which all numbers are written."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def model_of(name: str) -> Model:
 
 @cache
 def trace_of(model: str, nodes: int, sequence: int, strategy: str) -> Trace:
-    """One sequence per GPU, 16-bit weights and gradients, activation checkpointing."""
+    """Dry-run one sequence per GPU with 16-bit weights and gradients and activation checkpointing."""
     scenario = Scenario(
         model_of(model),
         nodes,
@@ -101,7 +102,7 @@ def trace_of(model: str, nodes: int, sequence: int, strategy: str) -> Trace:
 
 
 def fit_share(schedule: Hardware) -> Hardware:
-    """The achievable share with the smallest median error of all throughputs, the one fitted number."""
+    """Return the hardware with the achievable share that has the smallest median error of all throughputs."""
 
     def error(share: float) -> float:
         hardware = schedule.changed(compute_share=share)
@@ -163,7 +164,7 @@ Schedule = Literal["in order", "overlapped"]
 
 
 def scaling_points(share: float) -> Iterator[dict[str, Any]]:
-    """18B, 2K tokens per GPU, on FSDP2: overlapped. Our default, ZeRO-3 and the paper's set."""
+    """Yield predictions for 18B with 2K tokens per GPU: ZeRO-3, the paper's set and our default."""
     strategies = {
         "ZeRO-3": ZERO3,
         "the paper's set": PAPER,

@@ -1,11 +1,13 @@
-"""The pictures of docs/pictures, from the measured numbers in docs/data: python benchmarks/pictures.py
+"""Draw docs/pictures from the measured numbers in docs/data.
 
-- two-hops.svg: what each link carries in a step, of FSDP2 with a 16-bit wire and of zeropp (steps.json)
-- step.svg: a step of both on one axis (steps.json)
-- bench.svg: bytes and throughput of some strategies (bench-paper.json, of `zeropp lab bench --regime paper`)
+    python benchmarks/pictures.py
 
-How steps.json was measured stands in benchmarks/step_timelines.py. A picture is one SVG file that follows the
-reader's light or dark.
+- two-hops.svg: bytes on each link in a step, for FSDP2 with a 16-bit wire and for zeropp (steps.json) -
+step.svg: a step of both on one time axis (steps.json) - bench.svg: bytes and throughput of some strategies
+(bench-paper.json, from `zeropp lab bench --regime paper`)
+
+benchmarks/step_timelines.py measures steps.json. Each picture is one SVG file with a light and a dark color
+scheme.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ NODES = [[0, 1], [2, 3]]
 TITLES = ("FSDP2, 16-bit wire: one ring", "zeropp: two hops")
 WIDTH, MARGIN, GAP = 860, 20, 36
 LETTER = 7.2
-"""Pixels of a letter, about."""
+"""Approximate width of a letter in pixels."""
 COMPARED = ("wire16", "wire16-overlap", "hsdp", "hfsdp", "paper", "default-serial", "default", "four-bit")
 MACHINE = "2 cores of an AMD EPYC, torch 2.13, gloo"
 
@@ -98,7 +100,7 @@ def bench(results: Results) -> str:
 
 
 def picture(title: str, note: str, rows: Sequence[Sequence[Chart]]) -> str:
-    """Rows of charts, in a file of their own, under a title and a note of some lines."""
+    """Return an SVG file with a title, a note and rows of charts."""
     lines = note.splitlines()
     drawn, top = [], 44.0 + 18 * len(lines)
     for row in rows:
@@ -119,7 +121,7 @@ def picture(title: str, note: str, rows: Sequence[Sequence[Chart]]) -> str:
 
 
 def _head(chart: Chart) -> int:
-    """Pixels above a chart: its title, and its legend."""
+    """Return the height of a chart's title and legend in pixels."""
     return 46 if chart.legend else 26
 
 

@@ -1,10 +1,10 @@
-"""The planner against the lab: predicted and measured step time of every strategy of `zeropp lab bench`.
+"""The planner against the lab: predicted and measured step times of all strategies of `zeropp lab bench`.
 
     python benchmarks/plan_against_lab.py --link 500mbit
     python benchmarks/plan_against_lab.py --hardware lab.json --bench bench.json
 
-Measures a lab cluster with `zeropp doctor`, runs the benchmark on one of the same shape and link, and
-dry-runs the benchmark's own model. Nothing is fitted to the benchmark. Run it on a quiet machine.
+Measures a lab cluster with `zeropp doctor`, runs the benchmark on a cluster of the same shape and link, and
+dry-runs the benchmark's model. No number is fitted to the benchmark. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Options:
     strategies: tuple[str, ...] = tuple(s.name for s in STRATEGIES if not s.is_auto)
     rounds: int = 2
     bench: Path | None = None
-    """Numbers of an earlier `zeropp lab bench`, in the place of a new one."""
+    """Results of an earlier `zeropp lab bench`; None: run it."""
     hardware: Path | None = None
-    """A hardware file that was measured on the same cluster and link, in the place of measuring."""
+    """A hardware file measured on the same cluster and link; None: measure it."""
     save: Path | None = None
-    """A folder for hardware.json and bench.json of this run."""
+    """Folder to which hardware.json and bench.json are written."""
 
 
 def measure(options: Options, workload: Workload, folder: Path) -> Hardware:
@@ -103,7 +103,7 @@ def predict(results: Results, strategy: str, micro_batches: int, hardware: Hardw
 
 
 def without_hops(trace: Trace) -> Trace:
-    """What is left when nothing is sent."""
+    """Return the trace without communication."""
     events = tuple(event if isinstance(event, Compute) else replace(event, hops=()) for event in trace.events)
     return replace(trace, events=events)
 

@@ -1,9 +1,10 @@
-"""What zeropp's hooks cost when the optimizer runs in backward: one optimizer for each parameter.
+"""Cost of zeropp's hooks on optimizer steps, also with one optimizer per parameter, as in
+optimizer-in-backward.
 
     python benchmarks/step_hooks.py
 
-Prints the time of all steps of a model with zeropp, relative to the same steps without, from one run. One
-process plays rank 0 of four (torch's fake process group), so nothing is sent.
+Prints the time of all steps of a model with zeropp, relative to the same steps without zeropp, from one run.
+One process simulates rank 0 of four with torch's fake process group, which sends nothing.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def main() -> None:
                 p.grad = torch.zeros_like(p)
             groups = [[p] for p in params] if per_parameter else [params]
             made.append([torch.optim.SGD(group, lr=1e-3) for group in groups])
-        for _ in range(args.repeats):  # interleaved; hooks are global, so the other model's are taken off
+        for _ in range(args.repeats):  # hooks are global, so `remove` precedes steps of the plain model
             best[0] = min(best[0], seconds(made[0]))
             zpp.remove()
             best[1] = min(best[1], seconds(made[1]))
             zpp = zeropp.apply(models[0], zeropp.Config(node_size=2))
-            seconds(made[0])  # fills tables
+            seconds(made[0])  # the first step of a new handle fills its tables
         rows[name] = best
     print(f"{args.units} units, {args.parameters} parameters, torch {torch.__version__}")
     for name, (ours, plain) in rows.items():

@@ -1,9 +1,9 @@
-"""One step of FSDP2 with a 16-bit wire and one of zeropp, as profiles: what runs when, and what was sent.
+"""Profiles of one step of FSDP2 with a 16-bit wire and one of zeropp, with their bytes.
 
     zeropp lab run --nodes 2 --ranks-per-node 2 --link 226mbit -- benchmarks/step_timelines.py steps.json
 
-The model and the link are those of docs/data/bench-paper.json. The first rank writes what it saw and sent;
-benchmarks/pictures.py draws it from docs/data/steps.json.
+The model and the link are those of docs/data/bench-paper.json. The first rank writes its profile and ledger,
+and benchmarks/pictures.py draws them from docs/data/steps.json.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def label_forward(model: nn.Module) -> None:
 
 
 def read_profile(profiler: Any) -> dict[str, Any]:
-    """The step's length, phases and spans, in seconds from its start."""
+    """Return the step's duration, phases and spans, in seconds from its start."""
     events = list(profiler.events())
     (step,) = (event for event in events if event.name == "step")
     (forward,) = (event for event in events if event.name == "forward")
@@ -98,7 +98,7 @@ def read_profile(profiler: Any) -> dict[str, Any]:
         if (part := part_of(event.name)) != "wait"
     ]
     reached = 0.0
-    for start, stop, event in labelled:  # compute is what is left of the training thread
+    for start, stop, event in labelled:  # compute is the time of the training thread without a label
         if event.thread == step.thread:
             if start > reached:
                 spans.append(["compute", reached, start, "compute"])

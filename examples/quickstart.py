@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/quickstart.py
 
-Four local ranks play two nodes of two. The text is the source code of Python's standard library, as bytes.
+Four local ranks simulate two nodes of two. The text is the source code of Python's standard library, as
+bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import zeropp
 
 @dataclass
 class Options:
-    """What to train; the defaults take about a minute on two cores."""
+    """The training; the defaults take about a minute on two cores."""
 
     steps: int = 250
     """Optimizer steps of each run."""
@@ -37,15 +38,15 @@ class Options:
     layers: int = 2
     width: int = 96
     context: int = 64
-    """Bytes that the model sees."""
+    """Length of a sequence in bytes."""
     batch: int = 4
     """Sequences per rank and micro-batch."""
     learning_rate: float = 3e-3
     seed: int = 0
     node_size: int = 2
-    """Ranks that play one node."""
+    """Ranks per simulated node."""
     json: Path | None = None
-    """Write the results here, too."""
+    """File to which the results are written."""
 
 
 class Block(nn.Module):
@@ -82,7 +83,7 @@ class Gpt(nn.Module):
 
 
 def load_text() -> tuple[Tensor, Tensor]:
-    """Training and validation bytes, the same on every machine with the same Python."""
+    """Return training and validation bytes. They are the same on every machine with the same Python."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files[:120])
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -101,7 +102,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def train(options: Options, config: zeropp.Config, advance: Callable[[], None]) -> dict[str, object]:
-    """One run. Seeds fix the weights and, for each rank, the data."""
+    """Train once and return the results. The seed determines the weights and each rank's data."""
     torch.manual_seed(options.seed)
     model = Gpt(options)
     for block in model.blocks:
@@ -117,6 +118,7 @@ def train(options: Options, config: zeropp.Config, advance: Callable[[], None]) 
     for _ in range(options.steps):
         total = torch.zeros(())
         for micro_batch in range(options.micro_batches):
+            # Gradients of the other micro-batches accumulate inside the node.
             zpp.set_requires_cross_node_sync(micro_batch == options.micro_batches - 1)
             loss = model(*sample(training, options, generator)) / options.micro_batches
             loss.backward()
@@ -146,7 +148,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     is_first = dist.get_rank() == 0
     runs = {
-        "plain FSDP2": zeropp.Config.off(node_size=options.node_size),  # bit for bit, with a ledger
+        "plain FSDP2": zeropp.Config.off(node_size=options.node_size),  # FSDP2 bit for bit, with a ledger
         "zeropp": zeropp.Config(node_size=options.node_size),
     }
     results = {}

@@ -1,4 +1,4 @@
-"""The hypothesis profile of the suite: the same in CI and at home, and without a clock."""
+"""The suite's hypothesis profiles: the same in CI and locally, and without deadlines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(settings.default)
 
 
 def show(profile: str, ci: dict[str, str]) -> str:
-    """All settings of a profile, in a process with or without the variables of a CI service."""
+    """Return all settings of a profile, from a process with or without the variables of a CI service."""
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "GITHUB_ACTIONS")}
     command = [sys.executable, "-c", SHOW, profile]
     return subprocess.run(
@@ -48,7 +48,7 @@ def test_a_profile_of_the_suite_is_in_use() -> None:
         assert profile.derandomize == (name == SUITE)
 
 
-def test_thorough_has_more_examples_also_where_a_test_says_how_many() -> None:
+def test_thorough_multiplies_the_examples_of_every_test() -> None:
     current = settings.get_current_profile_name()
     try:
         settings.load_profile(SUITE)

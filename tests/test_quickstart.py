@@ -1,4 +1,4 @@
-"""The example in the README: a GPT on real text, two nodes of two, with fewer steps than by default."""
+"""The README's example with fewer steps: a GPT on real text, on two simulated nodes of two ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obj
 
 def test_validation_loss_is_within_one_percent_of_plain_fsdp2(results: dict[str, dict[str, float]]) -> None:
     plain, ours = results["plain FSDP2"], results["zeropp"]
-    assert plain["validation"] < 3.0  # it did learn: 5.5 is chance
+    assert plain["validation"] < 3.0  # the model has learned: chance is 5.5
     assert ours["validation"] == pytest.approx(plain["validation"], rel=0.01)
     assert ours["validation"] != plain["validation"]
 
 
 def test_bytes_across_nodes(results: dict[str, dict[str, float]]) -> None:
-    """int8 weights once and int4 gradients once per step, on half of the parameters: 0.77 bytes each."""
+    """Half of the int8 weights and of the int4 gradients cross nodes, once per step: 0.77 bytes per
+    parameter."""
     plain, ours = results["plain FSDP2"], results["zeropp"]
     assert ours["bytes_across_per_node_and_step"] / ours["parameters"] < 0.80
     assert plain["bytes_across_per_node_and_step"] > 17 * ours["bytes_across_per_node_and_step"]

@@ -1,5 +1,5 @@
-"""What tests of Hugging Face's frameworks share: a small Llama, with LoRA or without, and an Accelerator that
-shards on CPU."""
+"""Helpers for tests of Hugging Face's frameworks: a small Llama, with or without LoRA, and an Accelerator
+that shards on CPU."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def make_llama(dtype: torch.dtype = torch.float32, hidden: int = 64, layers: int
 
 
 def with_lora(model: nn.Module, rank: int = 8, **options: Any) -> nn.Module:
-    """Adapters on all linear layers, in fp32, as PEFT makes them."""
+    """Add PEFT's adapters to all linear layers, in fp32."""
     torch.manual_seed(1)
     config = LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     return get_peft_model(model, config)
 
 
 def tokens(step: int, sequences: int = 2, length: int = 16) -> Tensor:
-    """A rank's data."""
+    """Return this rank's data."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
 
 
 def make_accelerator(**options: Any) -> Accelerator:
-    """One that shards with FSDP2, on CPU."""
+    """Return an Accelerator that shards with FSDP2 on CPU."""
     forget_accelerators()
     accelerator = Accelerator(cpu=True, **options)
     shard_on_cpu(accelerator)
@@ -58,14 +58,14 @@ def make_accelerator(**options: Any) -> Accelerator:
 
 
 def forget_accelerators() -> None:
-    """Start as in a new process."""
+    """Reset Accelerate's global state to that of a new process."""
     set_environment()
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 
 def shard_on_cpu(accelerator: Accelerator) -> None:
-    """Accelerate refuses to shard on CPU, unless its state says that it does."""
+    """Change Accelerate's state to FSDP, because Accelerate refuses to shard on CPU."""
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

@@ -1,4 +1,4 @@
-"""Accelerate on real gloo ranks: a small Llama, whole and with LoRA."""
+"""Accelerate on real gloo ranks: a small Llama, with full training and with LoRA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN = None
 
 
-class Run:
+class AcceleratedRun:
     """A model under Accelerate, plain or with zeropp."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Run:
         self.batches = 0
 
     def step(self) -> float:
-        """One micro-batch, and an optimizer step if it is the last one of a step."""
+        """Run one micro-batch, and an optimizer step after the last micro-batch of a step."""
         data = tokens(self.batches)
         self.batches += 1
         with self.accelerator.accumulate(self.model):
@@ -61,13 +61,14 @@ class Run:
         return float(loss)
 
     def bytes_per_parameter(self) -> float:
-        """Sent across nodes by a node of two ranks since the ledger was reset, per trained parameter."""
+        """Return the bytes that a node of two ranks has sent across nodes since the ledger's reset, per
+        trained parameter."""
         assert self.zpp is not None
         return 2 * self.zpp.ledger.total().across_bytes / self.trained
 
 
 def _losses(config: zeropp.Config | None, accumulate: int, batches: int) -> list[float]:
-    run = Run(config, accumulate=accumulate)
+    run = AcceleratedRun(config, accumulate=accumulate)
     return [run.step() for _ in range(batches)]
 
 
@@ -81,9 +82,9 @@ def test_off_is_plain_bit_for_bit_and_the_default_is_close(ranks: Ranks, accumul
 
 
 def _accumulate() -> tuple[float, float, int]:
-    """Bytes across nodes of a step of four micro-batches, what 16-bit FSDP2 would have sent in them, and what
-    FSDP2 holds of gradients that are not reduced."""
-    run = Run(CONFIGS["default"], accumulate=4)
+    """Return, for a step of four micro-batches, the bytes across nodes, those of 16-bit FSDP2, and the number
+    of units that hold unreduced gradients."""
+    run = AcceleratedRun(CONFIGS["default"], accumulate=4)
     zpp = run.zpp
     assert zpp is not None
     held = 0
@@ -105,28 +106,28 @@ def test_no_sync_accumulates_inside_the_node(ranks: Ranks) -> None:
 
 
 def _resume(config: zeropp.Config, folder: str) -> tuple[list[float], list[float]]:
-    run = Run(config)
+    run = AcceleratedRun(config)
     for _ in range(2):
         run.step()
     run.accelerator.save_state(folder)
-    going_on = [run.step() for _ in range(2)]
-    other = Run(config)
+    uninterrupted = [run.step() for _ in range(2)]
+    other = AcceleratedRun(config)
     other.step()
     other.batches = 2
     other.accelerator.load_state(folder)
-    return going_on, [other.step() for _ in range(2)]
+    return uninterrupted, [other.step() for _ in range(2)]
 
 
 @pytest.mark.parametrize("name", ["default", "four_bit"])
-def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    for going_on, resumed in ranks.run(_resume, CONFIGS[name], str(tmp_path)):
-        assert resumed == going_on
+def test_a_resumed_run_continues_bit_for_bit(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    for uninterrupted, resumed in ranks.run(_resume, CONFIGS[name], str(tmp_path)):
+        assert resumed == uninterrupted
     assert len(list(tmp_path.glob("zeropp-rank*.pt"))) == (4 if name == "four_bit" else 0)
 
 
 def _auto(folder: str) -> tuple[str | None, str | None, float, float]:
-    """What is chosen, in a run and in another one that resumes it; and the last loss, with FSDP2's own."""
-    run, plain = Run("auto", accumulate=2), Run(PLAIN, accumulate=2)
+    """Return the chosen Configs of a run and of its resumed copy, and the last losses of zeropp and FSDP2."""
+    run, plain = AcceleratedRun("auto", accumulate=2), AcceleratedRun(PLAIN, accumulate=2)
     assert run.zpp is not None
     assert run.zpp.search is not None
     with short_visits:
@@ -135,14 +136,14 @@ def _auto(folder: str) -> tuple[str | None, str | None, float, float]:
     while plain.batches < run.batches:
         plain.step()
     run.accelerator.save_state(folder)
-    other = Run("auto", accumulate=2)
+    other = AcceleratedRun("auto", accumulate=2)
     other.accelerator.load_state(folder)
     assert other.zpp is not None
     assert other.zpp.search is not None
     return run.zpp.search.chosen, other.zpp.search.chosen, run.step(), plain.step()
 
 
-def test_a_config_that_chooses_itself(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_chosen_config(ranks: Ranks, tmp_path: Path) -> None:
     results = ranks.run(_auto, str(tmp_path), env={"LOCAL_WORLD_SIZE": "2"})
     for chosen, resumed, loss, plain in results:
         assert chosen == resumed == results[0][0] is not None
@@ -150,53 +151,54 @@ def test_a_config_that_chooses_itself(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _lora(dtype: torch.dtype) -> tuple[list[float], list[float], list[float]]:
-    """Losses with the node shard and without it, and bytes of each step."""
-    with_shard, without = Run(CONFIGS["default"], lora={}, dtype=dtype), None
+    """Return the losses with and without the node shard, and the bytes of each step."""
+    with_shard, without = AcceleratedRun(CONFIGS["default"], lora={}, dtype=dtype), None
     losses, sent = [], []
     for _ in range(4):
         assert with_shard.zpp is not None
         with_shard.zpp.ledger.reset()
         losses.append(with_shard.step())
         sent.append(with_shard.bytes_per_parameter())
-    without = Run(zeropp.Config(node_size=2, secondary=False), lora={}, dtype=dtype)
+    without = AcceleratedRun(zeropp.Config(node_size=2, secondary=False), lora={}, dtype=dtype)
     return losses, [without.step() for _ in range(4)], sent
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_lora_sends_what_is_trained(ranks: Ranks, dtype: torch.dtype) -> None:
-    """Blocks wrapped whole, adapters in fp32 beside a frozen base: at most a byte per trained parameter."""
+def test_lora_sends_only_trained_weights(ranks: Ranks, dtype: torch.dtype) -> None:
+    """Each unit has adapters in fp32 and a frozen base. A step sends less than a byte per trained
+    parameter."""
     for losses, without, sent in ranks.run(_lora, dtype):
         assert losses == without
         assert sent[0] > 5  # the base, once
         assert sent[1:] == pytest.approx([0.791] * 3, abs=0.002)  # the figure of the docs
 
 
-def _merge(tell: bool) -> tuple[float, float, str]:
-    """The loss of a merged model that zeropp gathers, and that of one which FSDP2 does."""
+def _merge(invalidates: bool) -> tuple[float, float, str]:
+    """Return the difference between zeropp's and FSDP2's losses, of the merged and the unmerged model."""
     losses = []
     for config in (CONFIGS["default"], PLAIN):
-        run = Run(config, lora={})
+        run = AcceleratedRun(config, lora={})
         for _ in range(2):
             run.step()
         data = tokens(9)
         with torch.no_grad():
             run.model(input_ids=data, labels=data)
             run.model.merge_adapter()
-            if run.zpp is not None and tell:
+            if run.zpp is not None and invalidates:
                 run.zpp.invalidate()
             try:
                 merged = float(run.model(input_ids=data, labels=data).loss)
             except zeropp.StaleWeightsError as error:
                 return 0.0, 0.0, str(error)
             run.model.unmerge_adapter()
-            if run.zpp is not None and tell:
+            if run.zpp is not None and invalidates:
                 run.zpp.invalidate()
             losses += [merged, float(run.model(input_ids=data, labels=data).loss)]
     return losses[0] - losses[2], losses[1] - losses[3], ""
 
 
 def test_merged_adapters_are_noticed(ranks: Ranks) -> None:
-    """PEFT merges through `.data`, of which nobody is told."""
+    """PEFT merges through `.data`, which no hook of torch sees."""
     assert any("call invalidate()" in message for _, _, message in ranks.run(_merge, False))
     for merged, unmerged, message in ranks.run(_merge, True):
         assert message == ""
@@ -205,8 +207,8 @@ def test_merged_adapters_are_noticed(ranks: Ranks) -> None:
 
 
 def _two_adapters() -> tuple[list[float], list[float], list[float]]:
-    """Losses with zeropp and without, and bytes of each step: one adapter, the other one, and a forward with
-    none in every step."""
+    """Return the losses with and without zeropp, and the bytes of each step. Steps train one of two adapters,
+    and each step has a forward without adapters."""
     losses: list[list[float]] = []
     sent = []
     for config in (CONFIGS["default"], PLAIN):
@@ -244,7 +246,7 @@ def _two_adapters() -> tuple[list[float], list[float], list[float]]:
 def test_several_adapters_and_a_reference_without_them(ranks: Ranks) -> None:
     for losses, plain, sent in ranks.run(_two_adapters):
         assert losses == pytest.approx(plain, rel=0.01)
-        assert sent[3] > 5  # all of it, once: from now on three groups
+        assert sent[3] > 5  # everything, once: the weights are now in three groups
         assert [sent[1], sent[4], sent[5]] == pytest.approx([0.77] * 3, abs=0.25)
 
 
@@ -262,7 +264,7 @@ def test_an_accelerator_without_fsdp2_is_refused(ranks: Ranks) -> None:
 
 
 def _exact() -> tuple[float, float, float]:
-    run = Run(CONFIGS["default"])
+    run = AcceleratedRun(CONFIGS["default"])
     assert run.zpp is not None
     run.step()
     data = tokens(9)

@@ -73,7 +73,7 @@ def data(rank: int, batches: int = 8) -> list[Tensor]:
 
 
 def _fit(config: zeropp.Config | None, accumulate: int) -> tuple[list[float], float]:
-    """Losses, and bytes across nodes per parameter and step."""
+    """Return the losses, and the bytes across nodes per parameter and step."""
     set_environment()
     callback = None if config is None else ZeroppCallback(config)
     trainer = Trainer(
@@ -103,7 +103,7 @@ def _fit(config: zeropp.Config | None, accumulate: int) -> tuple[list[float], fl
 
 @pytest.mark.parametrize("accumulate", [1, 3])  # 3: the last step of eight batches has two
 def test_trainer(ranks: Ranks, accumulate: int) -> None:
-    """Lightning itself reduces in every micro-batch; the callback adds up first, so sums are rounded once."""
+    """Lightning alone reduces every micro-batch. The callback accumulates first, so sums are rounded once."""
     plain = ranks.run(_fit, None, accumulate)
     off = ranks.run(_fit, zeropp.Config.off(), accumulate)
     default = ranks.run(_fit, CONFIGS["default"], accumulate)
@@ -114,7 +114,7 @@ def test_trainer(ranks: Ranks, accumulate: int) -> None:
 
 
 def _fabric(config: zeropp.Config | None) -> tuple[list[float], int]:
-    """Losses of steps of two micro-batches, and units that hold gradients which nobody has reduced."""
+    """Return the losses of steps of two micro-batches, and how often gradients were not in `.grad` yet."""
     set_environment()
     function = shard if config is None else parallelize(shard, config)
     strategy = FabricStrategy(function, data_parallel_size=4, tensor_parallel_size=1)
@@ -141,4 +141,4 @@ def test_fabric(ranks: Ranks) -> None:
     assert ranks.run(_fabric, zeropp.Config.off()) == plain
     for (close, held), (exact, held_plain) in zip(ranks.run(_fabric, CONFIGS["default"]), plain, strict=True):
         assert close == pytest.approx(exact, rel=0.03)
-        assert (held, held_plain) == (0, 4)  # pending inside the node, and not whole on every rank
+        assert (held, held_plain) == (0, 4)  # zeropp holds them in the node, FSDP2 whole on every rank

@@ -11,17 +11,18 @@ from zeropp.integrations.state_files import load_state, save_state
 
 
 def _on_some_ranks_only(folder: str) -> list[list[float]]:
-    """Losses after a checkpoint: going on, from all files, and with one that is gone."""
+    """Return the losses after a checkpoint: uninterrupted, resumed from all files, and with one file
+    missing."""
     runs = []
-    for what in ("go on", "load", "load without one"):
+    for case in ("uninterrupted", "all files", "one missing"):
         trainer = Trainer(CONFIGS["four_bit"])
         assert trainer.zpp is not None
         for _ in range(2):
             trainer.step()
-        if what == "go on":
+        if case == "uninterrupted":
             save_state(trainer.zpp, folder)
         else:
-            if what == "load without one" and dist.get_rank() == 1:
+            if case == "one missing" and dist.get_rank() == 1:
                 next(Path(folder).glob("*rank1.pt")).unlink()
             dist.barrier()
             load_state(trainer.zpp, folder)
@@ -29,10 +30,10 @@ def _on_some_ranks_only(folder: str) -> list[list[float]]:
     return runs
 
 
-def test_all_ranks_go_on_from_their_files_or_none_does(ranks: Ranks, tmp_path: Path) -> None:
-    for going_on, loaded, without in ranks.run(_on_some_ranks_only, str(tmp_path)):
-        assert loaded == going_on
-        assert without != going_on
+def test_all_ranks_load_their_files_or_none_does(ranks: Ranks, tmp_path: Path) -> None:
+    for uninterrupted, loaded, one_missing in ranks.run(_on_some_ranks_only, str(tmp_path)):
+        assert loaded == uninterrupted
+        assert one_missing != uninterrupted
 
 
 def _nothing_to_save(folder: str) -> None:
@@ -42,6 +43,6 @@ def _nothing_to_save(folder: str) -> None:
     load_state(trainer.zpp, folder)
 
 
-def test_what_has_no_history_needs_no_file(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_config_without_history_writes_no_file(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_nothing_to_save, str(tmp_path))
     assert list(tmp_path.iterdir()) == []

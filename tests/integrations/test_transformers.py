@@ -1,5 +1,5 @@
-"""`transformers.Trainer` and TRL's trainers on real gloo ranks, with models that Accelerate or transformers
-shards."""
+"""`transformers.Trainer` and TRL's trainers on real gloo ranks. Accelerate or transformers shards the
+models."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ OPTIONS: dict[str, Any] = {
 
 
 def _never_steps() -> None:
-    with pytest.raises(ValueError, match="config is 'auto' with others"):
+    with pytest.raises(ValueError, match="config is 'auto' and others are given"):
         ZeroppCallback("auto", others=[nn.Linear(1, 1)])
 
 
-def test_a_model_that_never_steps_cannot_choose(ranks: Ranks) -> None:
+def test_auto_is_refused_for_a_model_without_optimizer(ranks: Ranks) -> None:
     ranks.run(_never_steps, world=1)
 
 
@@ -105,7 +105,7 @@ def make_trainer(
 
 def shard_trainer(trainer: Trainer) -> None:
     shard_on_cpu(trainer.accelerator)
-    trainer.is_fsdp_enabled = True  # read off the accelerator when the trainer was made
+    trainer.is_fsdp_enabled = True  # the trainer read it from the accelerator before
 
 
 def add_zeropp(trainer: Trainer, config: zeropp.Config | None, others: Any = ()) -> Sent | None:
@@ -122,7 +122,7 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 
 def per_parameter(sent: list[int], model: nn.Module) -> list[float]:
-    """By a node of two ranks, for each parameter that is trained."""
+    """Return the bytes sent by a node of two ranks, per trained parameter."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [2 * across / trained for across in sent]
 
@@ -146,10 +146,10 @@ def test_off_is_plain_bit_for_bit_and_the_default_is_close(
     for (exact, _), (same, _), (close, sent) in zip(plain, off, default, strict=True):
         assert same == exact
         assert close == pytest.approx(exact, rel=0.01)
-        assert all(0.5 < across < 0.85 for across in sent[1:])  # whatever the number of micro-batches
+        assert all(0.5 < across < 0.85 for across in sent[1:])  # for any number of micro-batches
 
 
-def test_lora_sends_what_is_trained(ranks: Ranks, tmp_path: Path) -> None:
+def test_lora_sends_only_trained_weights(ranks: Ranks, tmp_path: Path) -> None:
     for _, sent in ranks.run(_train, str(tmp_path), CONFIGS["default"], 1, True):
         assert sent[0] > 5  # the base, once
         assert sent[1:] == pytest.approx([0.791] * 2, abs=0.002)  # the figure of the docs
@@ -167,7 +167,7 @@ def _resume(config: zeropp.Config, folder: str) -> tuple[list[float], list[float
 
 
 @pytest.mark.parametrize("name", ["default", "four_bit"])
-def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_continues_bit_for_bit(ranks: Ranks, tmp_path: Path, name: str) -> None:
     for whole, resumed in ranks.run(_resume, CONFIGS[name], str(tmp_path)):
         assert resumed[-2:] == whole[-2:]
     saved = list(tmp_path.glob("checkpoint-2/zeropp-rank*.pt"))
@@ -211,7 +211,8 @@ def test_sft(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _dpo(folder: str, config: zeropp.Config | None) -> tuple[list[float], list[int]]:
-    """Losses, and what the reference sends across nodes in each of four steps; it is synced every second."""
+    """Return the losses, and the bytes across nodes of the reference in each of four steps. It is synced in
+    every second one."""
     forget_accelerators()
     options = OPTIONS | {"max_steps": 4, "learning_rate": 1e-2}
     trainer = DPOTrainer(
@@ -281,31 +282,31 @@ def test_a_model_that_transformers_shards(ranks: Ranks, tmp_path: Path, accumula
         assert all(0.5 < across < 0.85 for across in sent[1:])
 
 
-def _sharded_unlike() -> list[list[str]]:
-    """What is said of a reference that is sharded like the policy, and of one that is not."""
+def _warnings_of_references() -> list[list[str]]:
+    """Return the warnings for a reference with the policy's units, and for one with other units."""
     forget_accelerators()
     log = logging.handlers.MemoryHandler(100)
     logging.getLogger("zeropp").addHandler(log)
-    policy, alike, unlike = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
-    for model in (policy, alike):
+    policy, same, other = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+    for model in (policy, same):
         fully_shard(model[0])
-    said = []
-    for reference in (alike, unlike):
+    warnings = []
+    for reference in (same, other):
         for model in (policy, reference):
             fully_shard(model)
         callback = ZeroppCallback(CONFIGS["default"], others=[reference])
         arguments = TrainingArguments(use_cpu=True)
-        Accelerator(cpu=True)  # which a trainer would have made
+        Accelerator(cpu=True)  # a trainer makes one, too
         log.buffer.clear()
         callback.on_train_begin(arguments, TrainerState(), None, model=policy)  # type: ignore[arg-type]
-        said.append([record.getMessage() for record in log.buffer if record.levelname == "WARNING"])
+        warnings.append([record.getMessage() for record in log.buffer if record.levelname == "WARNING"])
         policy = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         fully_shard(policy[0])
     logging.getLogger("zeropp").removeHandler(log)
-    return said
+    return warnings
 
 
-def test_a_reference_that_is_sharded_unlike_the_policy_is_said(ranks: Ranks) -> None:
-    for alike, unlike in ranks.run(_sharded_unlike):
-        assert not any("sharded unlike" in message for message in alike)
-        assert any("sharded unlike the trained one" in message for message in unlike)
+def test_a_reference_with_other_units_than_the_policy_is_warned_of(ranks: Ranks) -> None:
+    for same, other in ranks.run(_warnings_of_references):
+        assert not any("has other units" in message for message in same)
+        assert any("has other units" in message for message in other)

@@ -1,15 +1,17 @@
-"""What tests of torchtitan need on its ranks: its trainer on CPU, its debug Llama, and data.
+"""torchtitan on ranks of a test: its trainer on CPU, its debug Llama, and data.
 
-Imported on ranks only: torchtitan takes some seconds, and torch warns in it of what pytest makes an error.
+Only ranks import this module: torchtitan takes seconds to import, and pytest turns torch's warnings in it
+into errors.
 
 [Note: torchtitan on CPU]
-It knows accelerators only. What is told otherwise here, all of it: its `device_type` and `device_module`, in
-each module that has taken them; and two seconds of sleep after a training are left out. torch 2.13 is too
-old for it in two places: it has no `torch.distributed.set_timeout`, so it gets one here, and its
-`fully_shard` refuses what the backend "spmd_types" makes, so "partial_dtensor" is chosen. gloo lacks a kind
-of sum, so FSDP2 is told to take another one, in a wrapped `parallelize_fn`. The rest is torchtitan's own
-code, with what its config lets everybody choose: attention by SDPA (the default is a kernel that is compiled
-at the first call), two layers, data from here.
+torchtitan supports accelerators only. This module changes the following, and nothing else:
+- `device_type` and `device_module` in each module of torchtitan that has imported them
+- the sleep of two seconds after training, which is removed
+- `torch.distributed.set_timeout`, which torch 2.13 lacks and which is added here
+- the backend "spmd_types", which torch 2.13's `fully_shard` refuses; the tests choose "partial_dtensor"
+- FSDP2's reduction: gloo has no PREMUL_SUM, so a wrapped `parallelize_fn` chooses a plain sum
+The rest is torchtitan's code with public settings: SDPA attention (the default compiles a kernel at the first
+call), two layers, and the data of this module.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ LENGTH = 16
 
 
 class Cpu:
-    """A device as torchtitan sees it: one for each process."""
+    """The interface of a device module, with one device per process."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -91,7 +93,7 @@ def run_on_cpu() -> None:
 
 
 class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
-    """Data are tokens already."""
+    """A tokenizer that is never called: the data are tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
@@ -111,7 +113,7 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
 
 
 class Tokens(BaseDataLoader):  # type: ignore[misc]
-    """Random tokens, others on each rank; goes on where a checkpoint has left."""
+    """Random tokens, different on each rank. A checkpoint holds the position."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -136,7 +138,7 @@ class Tokens(BaseDataLoader):  # type: ignore[misc]
 
 
 def _parallelize(model: nn.Module, **options: Any) -> nn.Module:
-    """gloo has no PREMUL_SUM, which FSDP2 takes for the divide factor that torchtitan sets."""
+    """Force a plain sum: FSDP2 uses PREMUL_SUM for torchtitan's divide factor, and gloo does not have it."""
     parallelize_llama(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -147,7 +149,7 @@ def _parallelize(model: nn.Module, **options: Any) -> nn.Module:
 def trainer_config(
     folder: str, *, steps: int = 2, accumulate: int = 1, chunked_loss: bool = False, saves: bool = False
 ) -> Trainer.Config:
-    """torchtitan's debug Llama, smaller, on four ranks."""
+    """Return the config of torchtitan's debug Llama with two layers, for four ranks."""
     set_environment()
     run_on_cpu()
     config = llama3_debugmodel() if chunked_loss else llama3_debugmodel_ce_loss()
@@ -168,17 +170,18 @@ def trainer_config(
 
 
 def configured() -> Trainer.Config:
-    """What `--module tests.integrations.titan --config configured` finds."""
+    """Return the config for `--module tests.integrations.titan --config configured`."""
     return with_zeropp(trainer_config(""), CONFIGS["default"])
 
 
 def parse(arguments: list[str]) -> Trainer.Config:
-    """What `torchtitan.train` would build."""
+    """Return the config that `torchtitan.train` parses."""
     return ConfigManager().parse_args(arguments)
 
 
 def train(config: Trainer.Config) -> tuple[list[float], Trainer]:
-    """Losses that torchtitan logs, one for each step, and the trainer; its ledger begins with the second."""
+    """Train, and return torchtitan's loss of each step and the trainer. Its ledger starts with the second
+    step."""
     trainer = config.build()
     losses: list[float] = []
     log = trainer.metrics_processor.log

@@ -1,2 +1,2 @@
-"""zeropp in the frameworks that people train with: one module each, which needs its framework installed. Thin
-layers over the public API; docs/frameworks.md has the smallest script for each."""
+"""Integrations with training frameworks, as thin layers over the public API. Each module needs its framework.
+docs/frameworks.md has a minimal script for each."""

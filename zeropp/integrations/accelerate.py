@@ -20,13 +20,13 @@ def attach(
     *,
     overrides: Mapping[str, Config] | None = None,
 ) -> ZeroPP:
-    """zeropp on a model that `accelerator.prepare` has sharded with FSDP2; call it on every rank.
+    """Apply zeropp to a model that `accelerator.prepare` has sharded with FSDP2. Call it on every rank.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         zeropp.integrations.accelerate.attach(accelerator, model, zeropp.Config())
 
-    `accumulate()` and `no_sync()` then accumulate inside the node; `save_state` and `load_state` take along
-    what zeropp keeps, a file for each rank.
+    `accumulate()` and `no_sync()` then accumulate inside the node. `save_state` and `load_state` include
+    zeropp's state, in one file per rank.
     """
     if not accelerator.is_fsdp2:
         raise ValueError(
@@ -40,7 +40,7 @@ def attach(
         save_state(zpp, folder)
 
     def load(models: Any, folder: str) -> None:
-        load_state(zpp, Path(folder))  # Accelerate calls it when FSDP2's weights are already loaded
+        load_state(zpp, Path(folder))  # Accelerate calls this hook after it has loaded FSDP2's weights
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

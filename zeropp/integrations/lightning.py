@@ -1,4 +1,4 @@
-"""Lightning: a callback for `Trainer`, and a function for Fabric. Both need `ModelParallelStrategy`."""
+"""Lightning: a callback for `Trainer` and a function for Fabric. Both need `ModelParallelStrategy`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Parallelize = Callable[[Any, DeviceMesh], Any]
 
 
 class ZeroppCallback(Callback):
-    """zeropp on a LightningModule that its `configure_model` has sharded with FSDP2.
+    """Applies zeropp to a LightningModule that its `configure_model` has sharded with FSDP2.
 
         strategy = ModelParallelStrategy(data_parallel_size=16, tensor_parallel_size=1)
         Trainer(strategy=strategy, callbacks=[ZeroppCallback(zeropp.Config())], ...)
 
-    With `accumulate_grad_batches`, gradients accumulate inside the node; Lightning itself would send those of
-    every micro-batch.
+    With `accumulate_grad_batches`, gradients accumulate inside the node. Lightning alone sends the gradients
+    of every micro-batch across nodes.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ZeroppCallback(Callback):
         overrides: Mapping[str, Config] | None = None,
     ) -> None:
         self.zpp: ZeroPP | None = None
-        """zeropp on the model, once it is set up."""
+        """The handle of zeropp; None before `fit` starts."""
         self._config, self._overrides = config, overrides
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -52,9 +52,9 @@ class ZeroppCallback(Callback):
     ) -> None:
         if self.zpp is not None and self.zpp.has_history:
             logger.warning(
-                "zeropp: Lightning's checkpoint has no place for what every rank keeps, so a resumed run "
-                "sends its weights anew, kept errors start at zero, and 'auto' searches again; save "
-                "zpp.state_dict() on every rank beside it"
+                "zeropp: Lightning's checkpoint cannot hold a state of every rank, so zeropp's state is not "
+                "saved; after a resume, all weights are sent again, error feedback starts at zero, and "
+                "'auto' searches again. Save zpp.state_dict() on every rank to keep the state"
             )
 
 
@@ -64,16 +64,16 @@ def parallelize(
     *,
     overrides: Mapping[str, Config] | None = None,
 ) -> Parallelize:
-    """`function`, and then zeropp: for Fabric's `ModelParallelStrategy(parallelize_fn=...)`.
+    """Return a function that calls `function` and then applies zeropp, for Fabric's `ModelParallelStrategy`.
 
         strategy = ModelParallelStrategy(parallelize_fn=parallelize(shard, zeropp.Config()))
 
     `fabric.no_backward_sync` then accumulates inside the node.
     """
 
-    def both(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def parallelize_and_apply(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         model = function(model, mesh)
         apply(model, config, overrides=overrides).follow_no_sync()
         return model
 
-    return both
+    return parallelize_and_apply

@@ -1,4 +1,4 @@
-"""What zeropp must save beside a framework's checkpoint: a file for each rank, if anything must be."""
+"""Files of zeropp's state in a framework's checkpoint: one per rank, if the Config has state."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def save_state(zpp: ZeroPP, folder: str | Path) -> None:
 
 
 def load_state(zpp: ZeroPP, folder: str | Path) -> None:
-    """Go on from what `save_state` has written, on all ranks or on none. Call it on every rank, after the
-    weights are loaded."""
+    """Load this rank's file, if there is one. Call it on every rank, after the weights are loaded. If a rank
+    has no file, no rank loads its state."""
     if zpp.has_history:
         file = _file(folder)
         zpp.load_state_dict(torch.load(file, "cpu", weights_only=True) if file.is_file() else None)

@@ -1,14 +1,15 @@
-"""Hugging Face: a callback for `transformers.Trainer`, and for every trainer of TRL.
+"""Hugging Face: a callback for `transformers.Trainer` and all trainers of TRL.
 
 [Note: Micro-batches]
-Accelerate says by `GradientState` whether gradients of this micro-batch are the last of a step. If it has
-sharded the model itself, it also tells FSDP2 (`no_sync`), which `follow_no_sync` turns into accumulation
-inside the node. A model that transformers has sharded (`DistributedConfig`) is not known to it, so there the
-callback asks before each forward. All ranks run the same loop.
+Accelerate's `GradientState.sync_gradients` is True in the last micro-batch of a step. If Accelerate has
+sharded the model, it also calls FSDP2's `no_sync`, which `follow_no_sync` turns into accumulation inside the
+node. If transformers has sharded the model (`DistributedConfig`), Accelerate does not call `no_sync`, so a
+hook reads `GradientState` before each forward. All ranks run the same loop, so they take the same branch.
 
 [Note: Synced references]
-TRL's `sync_ref_model` writes into the reference through `.data`, of which nobody is told, in a callback that
-may run after ours. So the reference asks before each forward whether there was a sync since the last one.
+TRL's `sync_ref_model` writes into the reference through `.data`, which no hook of torch sees, in a callback
+that may run after ours. So a hook checks before each forward of the reference whether a sync happened since
+the last one.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ logger = logging.getLogger("zeropp")
 
 
 class ZeroppCallback(TrainerCallback):
-    """zeropp on the model of a trainer, from the begin of training on.
+    """Applies zeropp to the model of a trainer at the start of training.
 
         trainer = Trainer(model, args, callbacks=[ZeroppCallback(zeropp.Config())], ...)
 
     Args:
-        config: what to send, or "auto"; the default is `zeropp.Config()`.
-        overrides: other Configs for some units, as in `zeropp.apply`.
-        others: further models that FSDP2 shards, like the reference of DPO (`trainer.ref_model`, so add the
-            callback with `trainer.add_callback`). With TRL's `sync_ref_model` their weights are sent anew
-            after each sync, and only then.
+        config: a Config, or "auto"; the default is `zeropp.Config()`. overrides: Configs of single units, as
+        in `zeropp.apply`. others: other models sharded with FSDP2, such as the reference of DPO
+        (`trainer.ref_model`; in this case
+            add the callback with `trainer.add_callback`). With TRL's `sync_ref_model`, their weights are sent
+            again after each sync, and only then.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class ZeroppCallback(TrainerCallback):
     ) -> None:
         if config == "auto" and others:
             raise ValueError(
-                "config is 'auto' with others, whose weights no optimizer changes: there are no steps in "
-                "which a Config could be tried; give a zeropp.Config"
+                "config is 'auto' and others are given, but no optimizer steps the others, so 'auto' has no "
+                "steps in which to try Configs; expected a zeropp.Config"
             )
         self.zpp: ZeroPP | None = None
-        """zeropp on the trainer's model, once training has begun, ..."""
+        """The handle of zeropp on the trainer's model; None before training starts."""
         self.others: list[ZeroPP] = []
-        """... and on the others."""
+        """The handles on the other models."""
         self._config, self._overrides, self._models = config, overrides, list(others)
         self._hooks: list[Any] = []
 
@@ -70,18 +71,18 @@ class ZeroppCallback(TrainerCallback):
         for other in self.others:
             _warn_if_sharded_unlike(self.zpp, other)
         if state.global_step:
-            load_state(self.zpp, _resumed(args, state))
+            load_state(self.zpp, _resumed_folder(args, state))
         self._remove_hooks()
         if not AcceleratorState().is_fsdp2:
-            self._hooks.append(_ask_before_forward(model, self.zpp))
+            self._hooks.append(_set_sync_before_forward(model, self.zpp))
         for module, other in zip(self._models, self.others, strict=True):
-            self._hooks.append(_watch_syncs(module, other, args, state))
+            self._hooks.append(_invalidate_after_syncs(module, other, args, state))
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.zpp is not None:
-            save_state(self.zpp, _checkpoint(args, state))
+            save_state(self.zpp, _checkpoint_folder(args, state))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -94,46 +95,52 @@ class ZeroppCallback(TrainerCallback):
         self._hooks.clear()
 
 
-def _ask_before_forward(model: nn.Module, zpp: ZeroPP) -> Any:
+def _set_sync_before_forward(model: nn.Module, zpp: ZeroPP) -> Any:
     """See [Note: Micro-batches]."""
 
-    def ask(module: nn.Module, args: Any) -> None:
+    def set_sync(module: nn.Module, args: Any) -> None:
         if module.training:
             zpp.set_requires_cross_node_sync(GradientState().sync_gradients)
 
-    return model.register_forward_pre_hook(ask, prepend=True)
+    return model.register_forward_pre_hook(set_sync, prepend=True)
 
 
-def _watch_syncs(model: nn.Module, zpp: ZeroPP, args: TrainingArguments, state: TrainerState) -> Any:
+def _invalidate_after_syncs(
+    model: nn.Module, zpp: ZeroPP, args: TrainingArguments, state: TrainerState
+) -> Any:
     """See [Note: Synced references]."""
     every: int = getattr(args, "sync_ref_model", False) and getattr(args, "ref_model_sync_steps", 0)
     last = state.global_step
 
-    def look(module: nn.Module, args: Any) -> None:
+    def invalidate(module: nn.Module, args: Any) -> None:
         nonlocal last
         if every and state.global_step // every != last // every:
             zpp.invalidate()
         last = state.global_step
 
-    return model.register_forward_pre_hook(look, prepend=True)
+    return model.register_forward_pre_hook(invalidate, prepend=True)
 
 
 def _warn_if_sharded_unlike(zpp: ZeroPP, other: ZeroPP) -> None:
     ours, theirs = ([comms.unit.name for comms in one.unit_comms] for one in (zpp, other))
     if ours != theirs:
         logger.warning(
-            "zeropp: another model is sharded unlike the trained one (units %s and %s): equal weights are "
-            "rounded to other numbers there, so the first margins of DPO are not exactly zero",
+            "zeropp: another model has other units (%s) than the trained one (%s); quantization rounds equal "
+            "weights differently in the two, so the first margins of DPO are not exactly zero",
             *(theirs, ours),
         )
 
 
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder that the trainer saves this step to."""
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder in which the trainer saves this step."""
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
 
 
-def _resumed(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder that the trainer has resumed from, as far as a callback can know."""
-    named, own = args.resume_from_checkpoint, _checkpoint(args, state)
+def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder from which the trainer has resumed.
+
+    `train(resume_from_checkpoint=...)` passes the path to the trainer only. A callback sees the arguments and
+    the step, so the folder of this step has precedence.
+    """
+    named, own = args.resume_from_checkpoint, _checkpoint_folder(args, state)
     return Path(named) if isinstance(named, str) and not own.is_dir() else own

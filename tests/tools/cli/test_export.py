@@ -11,7 +11,7 @@ from tests.ranks import Ranks
 from tests.tools.train.runs import small_run, train_here
 from zeropp import Config
 from zeropp.tools.cli import main
-from zeropp.tools.train.data import open_data
+from zeropp.tools.train.data import Loader
 from zeropp.tools.train.metrics import FILE_NAME, Metrics
 
 
@@ -27,7 +27,7 @@ def test_an_exported_model_has_the_validation_loss_of_its_run(ranks: Ranks, tmp_
     model = AutoModelForCausalLM.from_pretrained(exported)
     losses = []
     for rank in range(4):
-        data = open_data(run.data, rank=rank, world=4, sequence=32, batch=2, seed=run.seed)
+        data = Loader(run.data, rank=rank, world=4, sequence=32, batch=2, seed=run.seed)
         for tokens, targets in data.validation(run.evaluation.batches):
             logits = model(tokens).logits
             losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())

@@ -1,4 +1,4 @@
-"""Small models of both kinds, and tokens for them."""
+"""Small models, our own and Hugging Face's, and tokens for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SMALL = ModelConfig(
     "tiny", layers=3, width=48, heads=3, context=CONTEXT, vocab_size=VOCABULARY, precision="fp32"
 )
 
-# What their config.json says. No token begins or ends a text: the usual ids are not in so small a vocabulary.
+# Contents of config.json. The models have no tokens for begin and end: their ids are beyond this small
+# vocabulary.
 HF_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": VOCABULARY,
@@ -56,7 +57,7 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def hugging_face(kind: str, folder: Path) -> ModelConfig:
-    """The model of a config.json, written to `folder`."""
+    """Write a config.json to `folder` and return the config of its model."""
     (folder / kind).mkdir()
     (folder / kind / "config.json").write_text(json.dumps({"model_type": kind} | HF_CONFIGS[kind]))
     return ModelConfig(f"hf:{folder / kind}", precision="fp32")

@@ -29,12 +29,12 @@ def tokens(batch: int = 2, length: int = 32) -> Tensor:
         ("18B", 18_119_884_800, 18_428_958_720),
     ],
 )
-def test_the_published_sizes_have_their_parameters(size: str, in_blocks: int, total: int) -> None:
+def test_sizes_have_the_published_number_of_parameters(size: str, in_blocks: int, total: int) -> None:
     with torch.device("meta"):
         model = GPT(SIZES[size])
     assert sum(p.numel() for p in model.blocks.parameters()) == in_blocks
     assert sum(p.numel() for p in model.parameters()) == total
-    rule = 12 * SIZES[size].layers * SIZES[size].width ** 2  # the paper's count
+    rule = 12 * SIZES[size].layers * SIZES[size].width ** 2  # the ZeRO++ paper's count
     assert in_blocks == pytest.approx(rule, rel=0.01)
 
 
@@ -48,7 +48,7 @@ def test_a_token_sees_the_past_and_not_the_future(config: GPTConfig) -> None:
     assert (difference[20:] > 0).all()
 
 
-def test_attention_depends_on_distance_and_not_on_position() -> None:
+def test_attention_depends_on_distances_only() -> None:
     query, key = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0)).expand(
         -1, 1, 1, 40, 16
     )
@@ -65,7 +65,7 @@ def test_rotation_is_exact_in_bf16_up_to_the_last_rounding() -> None:
 
 
 @both_architectures
-def test_weights_depend_on_the_seed_and_nothing_else(config: GPTConfig) -> None:
+def test_weights_depend_on_the_seed_only(config: GPTConfig) -> None:
     torch.manual_seed(1)
     first = GPT(config, seed=3).state_dict()
     torch.manual_seed(2)
@@ -79,8 +79,8 @@ def test_weights_depend_on_the_seed_and_nothing_else(config: GPTConfig) -> None:
     assert not torch.equal(first["head.weight"], other.head.weight)
 
 
-def test_gpt2_starts_with_the_weights_of_torchs_own_layers() -> None:
-    """The benchmark's figures were measured with these."""
+def test_gpt2_starts_with_the_default_weights_of_torch() -> None:
+    """The benchmark's figures were measured with these weights."""
     state = GPT(SMALL_GPT2, seed=3).state_dict()
     torch.manual_seed(3)
     assert torch.equal(state["embedding.weight"], nn.Embedding(50, 48).weight)
@@ -96,7 +96,7 @@ def test_gpt2_starts_with_the_weights_of_torchs_own_layers() -> None:
     assert torch.equal(state["head.weight"], nn.Linear(48, 50, bias=False).weight)
 
 
-def test_learned_positions_serve_shorter_sequences() -> None:
+def test_learned_positions_accept_shorter_sequences() -> None:
     model = GPT(SMALL_GPT2)
     whole = model(tokens())
     torch.testing.assert_close(model(tokens()[:, :20]), whole[:, :20])
@@ -104,7 +104,7 @@ def test_learned_positions_serve_shorter_sequences() -> None:
     assert not torch.equal(model(same_token)[0, 0], model(same_token)[0, 1])
 
 
-def test_what_blocks_add_is_scaled_with_depth() -> None:
+def test_output_projections_are_scaled_with_depth() -> None:
     model = GPT(GPTConfig(layers=8, width=192, heads=6, context=32))
     state = model.state_dict()
     for name, std in {
@@ -117,7 +117,7 @@ def test_what_blocks_add_is_scaled_with_depth() -> None:
     }.items():
         assert state[f"{name}.weight"].std().item() == pytest.approx(std, rel=0.03), name
     loss = torch.nn.functional.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())
-    assert loss.item() == pytest.approx(math.log(256), rel=0.03)  # a model that knows nothing
+    assert loss.item() == pytest.approx(math.log(256), rel=0.03)  # the loss of a uniform guess
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -135,7 +135,7 @@ def test_a_tied_head_is_the_embedding(deferred: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"heads": 5}, "width 48 does not divide into 5 heads"),
         ({"heads": 16}, "heads of an even width"),  # three wide
@@ -143,6 +143,6 @@ def test_a_tied_head_is_the_embedding(deferred: bool) -> None:
         ({"architecture": "gpt3"}, "GPTConfig.architecture is 'gpt3'; expected 'llama' or 'gpt2'"),
     ],
 )
-def test_impossible_shapes_are_refused(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_impossible_shapes_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         GPTConfig(**cast(Any, {"layers": 3, "width": 48, "heads": 3, "context": 32} | changes))

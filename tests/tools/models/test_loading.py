@@ -51,7 +51,7 @@ def test_weights_come_from_the_seed(config: ModelConfig) -> None:
         assert not torch.equal(first(tokens()), other(tokens()))
 
 
-def test_a_model_without_weights_has_the_same_shape(config: ModelConfig) -> None:
+def test_a_model_on_meta_has_the_same_shape(config: ModelConfig) -> None:
     model, outline = build_model(config, seed=0), build_model(config, seed=0, device="meta")
     assert all(parameter.is_meta for parameter in outline.parameters())
     assert shape_of(outline) == shape_of(model)
@@ -63,7 +63,7 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     per_block = 4 * 48 * 48 + 3 * 48 * 128 + 2 * 48  # attention, SwiGLU of 128, two norms
     head, norm, attention = VOCABULARY * 48, 48, 12 * 3 * 48 * CONTEXT
     expected = 6 * (3 * per_block + head + norm) + attention
-    for tied in (False, True):  # a lookup costs nothing; a tied embedding is also the head
+    for tied in (False, True):  # a lookup counts no FLOPs; a tied embedding counts as the head
         model = build_model(replace(SMALL, tied=tied), seed=0)
         assert flops_per_token(model, CONTEXT) == expected
         assert parameter_count(model) == 3 * per_block + head + norm + (0 if tied else head)
@@ -77,7 +77,7 @@ def test_overrides_change_a_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"source": "2B"}, "source is '2B'; expected one of 'tiny', .* or 'hf:' and a path"),
         ({"source": "hf:here", "layers": 2}, "layers=2 cannot change 'hf:here'; edit its config.json"),
@@ -85,8 +85,8 @@ def test_overrides_change_a_size() -> None:
         ({"heads": 5}, "width 192 does not divide into 5 heads"),
     ],
 )
-def test_bad_models_are_refused(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_bad_models_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ModelConfig(**arguments)
 
 

@@ -24,11 +24,11 @@ from tests.tools.test_amx import DIES, DIES_UNCAPPED
 from zeropp.tools import amx
 from zeropp.tools.models import sharding
 from zeropp.tools.models.loading import ModelConfig, Precision, blocks_of, build_model
-from zeropp.tools.models.sharding import build_sharded, is_good_at_bf16, shard
+from zeropp.tools.models.sharding import build_sharded, has_fast_bf16, shard
 
 
 def backward(model: nn.Module) -> float:
-    """The loss, with gradients of it alone."""
+    """Zero the gradients, run a backward, and return the loss."""
     model.zero_grad()
     loss = F.cross_entropy(model(tokens()).float().flatten(0, 1), tokens().roll(-1, 1).flatten())
     loss.backward()  # type: ignore[no-untyped-call]
@@ -36,16 +36,16 @@ def backward(model: nn.Module) -> float:
 
 
 def gradient(model: nn.Module) -> Tensor:
-    """All of it, whole, in one row."""
+    """Return all gradients, unsharded, in one row."""
     gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
     return torch.cat([getattr(g, "full_tensor", lambda g=g: g)().flatten() for g in gradients])
 
 
 def train(config: ModelConfig) -> dict[str, Any]:
-    """The first weights, loss and gradient, all whole; then the gradient with zeropp."""
+    """Return the initial weights, loss and gradient, all unsharded, and the gradient with zeropp."""
     model = build_sharded(config, seed=5, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     weights: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    seen: list[torch.dtype] = []  # by the norm at the beginning of the first block, each time it runs
+    seen: list[torch.dtype] = []  # output of the first block's norm, in each of its forwards
     norm = next(module for module in blocks_of(model)[0].modules() if "Norm" in type(module).__name__)
     handle = norm.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
     result = {
@@ -67,7 +67,8 @@ def assert_equals_unsharded(result: dict[str, Any], config: ModelConfig, toleran
     assert result["loss"] == pytest.approx(backward(model), rel=tolerance)
     expected = gradient(model)
     assert (result["gradient"] - expected).norm() < tolerance * expected.norm()
-    # int4 rounds to a seventh of a block's largest value: 12% of the norm for normal values, 128 to a block
+    # int4 rounds to a seventh of a block's largest value. For normal values and blocks of 128, the error is
+    # 12%.
     assert 0 < (result["with zeropp"] - expected).norm() < 0.2 * expected.norm()
     assert result["weights"].keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
@@ -75,7 +76,7 @@ def assert_equals_unsharded(result: dict[str, Any], config: ModelConfig, toleran
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_shards_have_the_weights_and_gradients_of_the_whole(ranks: Ranks, world: int) -> None:
+def test_shards_have_the_weights_and_gradients_of_the_unsharded_model(ranks: Ranks, world: int) -> None:
     for result in ranks.run(train, SMALL, world=world):
         assert_equals_unsharded(result, SMALL)
         assert result["units"] == 4  # three blocks and the rest
@@ -94,7 +95,7 @@ def test_a_tied_head_stays_tied(ranks: Ranks) -> None:
     assert_equals_unsharded(ranks.run(train, config, world=2)[0], config)
 
 
-def test_activation_checkpointing_computes_twice_and_changes_nothing(ranks: Ranks) -> None:
+def test_activation_checkpointing_recomputes_the_same_gradients(ranks: Ranks) -> None:
     plain = ranks.run(train, SMALL, world=2)[0]
     twice = ranks.run(train, replace(SMALL, activation_checkpointing=True), world=2)[0]
     assert len(plain["computed in"]) == 1
@@ -103,7 +104,7 @@ def test_activation_checkpointing_computes_twice_and_changes_nothing(ranks: Rank
     assert_equals_unsharded(twice, SMALL)
 
 
-def test_bf16_is_for_computing_only(ranks: Ranks) -> None:
+def test_bf16_is_the_precision_of_compute_only(ranks: Ranks) -> None:
     result = ranks.run(train, replace(SMALL, precision="bf16"), world=2)[0]
     assert result["computed in"] == [torch.bfloat16]
     assert result["kept as"] == {torch.float32}
@@ -112,12 +113,13 @@ def test_bf16_is_for_computing_only(ranks: Ranks) -> None:
 
 
 def test_auto_precision_follows_the_device(ranks: Ranks) -> None:
-    expected = torch.bfloat16 if is_good_at_bf16(torch.device("cpu")) else torch.float32
+    expected = torch.bfloat16 if has_fast_bf16(torch.device("cpu")) else torch.float32
     assert ranks.run(train, replace(SMALL, precision="auto"), world=2)[0]["computed in"] == [expected]
 
 
 def compute_where_a_trial_dies(precision: Precision, trial: str, folder: Path) -> str:
-    """What a model is computed in if the CPU of rank 1 announces AMX, and trials there run this code."""
+    """Return the precision of compute, or the error, if the CPU of rank 1 announces AMX and its trial runs
+    this code."""
     is_announced = dist.get_rank() == 1
     stand_in = partial(amx.make_bf16_safe, (sys.executable, "-c", trial), folder)
     with (
@@ -136,11 +138,12 @@ def compute_where_a_trial_dies(precision: Precision, trial: str, folder: Path) -
 
 
 def test_a_cpu_that_cannot_do_bf16_decides_for_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """Each rank gathers what the others do, on a CPU that dies, on one that dies without the cap."""
+    """All ranks use the same precision, with a CPU that crashes, and with one that crashes without the
+    cap."""
     dies, dies_uncapped = tmp_path / "dies", tmp_path / "dies uncapped"
     assert ranks.run(compute_where_a_trial_dies, "auto", DIES, dies, world=2) == ["torch.float32"] * 2
     first, second = ranks.run(compute_where_a_trial_dies, "bf16", DIES, dies, world=2)
-    assert first == "precision is 'bf16'; a product in bf16 ends the process on another rank; use 'fp32'"
+    assert first == "precision is 'bf16'; a matrix product in bf16 would crash another rank; use 'fp32'"
     assert "the CPU announces AMX and cannot run it" in second
     capped = ranks.run(compute_where_a_trial_dies, "bf16", DIES_UNCAPPED, dies_uncapped, world=2)
     assert capped == ["torch.bfloat16"] * 2
@@ -160,7 +163,7 @@ def test_blocks_share_compiled_code(ranks: Ranks) -> None:
     model = build_model(plain, seed=5)
     assert result["loss"] == pytest.approx(backward(model), rel=1e-5)
     torch.testing.assert_close(result["gradient"], gradient(model), rtol=1e-4, atol=1e-6)
-    assert 1 <= graphs <= 2  # and not one for each of six
+    assert 1 <= graphs <= 2  # instead of six, one per block
 
 
 def shard_outline(config: ModelConfig) -> str:
@@ -171,5 +174,5 @@ def shard_outline(config: ModelConfig) -> str:
     return str(error.value)
 
 
-def test_a_model_whose_weights_are_nowhere_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_another_model_on_meta_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     assert "build it on the CPU" in ranks.run(shard_outline, hugging_face("llama", tmp_path), world=1)[0]

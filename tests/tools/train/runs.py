@@ -1,4 +1,4 @@
-"""A run that takes milliseconds per step, for tests on real ranks."""
+"""A run with milliseconds per step, for tests on real ranks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from typing import Any
 
 from zeropp import Config
 from zeropp.tools.models.loading import ModelConfig
-from zeropp.tools.train.config import BatchConfig, CheckpointConfig, EvaluationConfig, LoggingConfig, Run
+from zeropp.tools.train.config import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    RunConfig,
+)
 from zeropp.tools.train.data import DataConfig
 from zeropp.tools.train.loop import train
 from zeropp.tools.train.metrics import MetricsFile
-from zeropp.tools.train.run_events import Listener, Summary
+from zeropp.tools.train.run_events import RunListener, Summary
 from zeropp.tools.train.world import World
 
 
-def small_run(folder: Path, **changes: Any) -> Run:
-    """Two ranks a node; a text that is made once per folder."""
+def small_run(folder: Path, **changes: Any) -> RunConfig:
+    """Return a run with two ranks per node. Its text is made once per folder."""
     text = folder / "text.txt"
     if not text.exists():
         folder.mkdir(parents=True, exist_ok=True)
         text.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(2000)))
-    run = Run(
+    run = RunConfig(
         folder=folder,
         steps=8,
         timeout_seconds=300.0,
@@ -37,13 +43,13 @@ def small_run(folder: Path, **changes: Any) -> Run:
     return replace(run, **changes)
 
 
-def train_here(run: Run, *listeners: Listener) -> Summary:
-    """On a rank of a pool, with a metrics file."""
+def train_here(run: RunConfig, *listeners: RunListener) -> Summary:
+    """Train on a rank of a pool, with a metrics file."""
     return train(run, World.current(), [MetricsFile(run.folder), *listeners])
 
 
-def command_line(run: Run) -> list[str]:
-    """The same run for `zeropp train`."""
+def command_line(run: RunConfig) -> list[str]:
+    """Return the options of `zeropp train` for the same run."""
     assert isinstance(run.zeropp, Config)
     return [
         *("--folder", str(run.folder), "--steps", str(run.steps), "--data.source", run.data.source),

@@ -1,4 +1,4 @@
-"""Runs that go on from older checkpoints, on real ranks: nothing is lost, and nothing is mixed."""
+"""Runs that resume from an older checkpoint, on real ranks: no step is lost or mixed with another run's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def steps_of(folder: Path) -> list[int]:
     return [record.step for record in Metrics(folder / FILE_NAME).steps]
 
 
-def test_newer_checkpoints_than_the_one_resumed_are_kept_apart(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_after_the_resumed_one_move_to_a_branch(ranks: Ranks, tmp_path: Path) -> None:
     run = small_run(tmp_path, checkpoint=CheckpointConfig(every=2, keep=3))
     ranks.run(train_here, run, world=2)
     checkpoints, branch = tmp_path / "checkpoints", tmp_path / "branch-1"
@@ -32,7 +32,7 @@ def test_newer_checkpoints_than_the_one_resumed_are_kept_apart(ranks: Ranks, tmp
     assert sorted(steps_in(branch / "checkpoints")) == [6, 8]
     assert (branch / FILE_NAME).read_text() == whole
 
-    # `auto` goes on with the new run, and with the old one in its own folder.
+    # `auto` resumes the new run, and in the branch's folder the old one.
     assert ranks.run(train_here, replace(run, steps=9), world=2)[0].step == 9
     assert [start.first_step for start in Metrics(tmp_path / FILE_NAME).starts] == [1, 5, 8]
     old = replace(run, folder=branch, steps=9)
@@ -40,7 +40,7 @@ def test_newer_checkpoints_than_the_one_resumed_are_kept_apart(ranks: Ranks, tmp
     assert [start.first_step for start in Metrics(branch / FILE_NAME).starts] == [1, 9]
 
 
-def test_the_last_checkpoint_begins_none(tmp_path: Path) -> None:
+def test_resuming_from_the_last_checkpoint_makes_no_branch(tmp_path: Path) -> None:
     last = tmp_path / "checkpoints" / name_of(8)
     last.mkdir(parents=True)
     (tmp_path / FILE_NAME).touch()
@@ -49,7 +49,7 @@ def test_the_last_checkpoint_begins_none(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", FILE_NAME]
 
 
-def test_a_checkpoint_of_another_folder_leaves_nothing_of_the_run_that_is_here(tmp_path: Path) -> None:
+def test_resuming_from_another_folder_moves_the_whole_run_to_a_branch(tmp_path: Path) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere" / "checkpoints" / name_of(8)
     (here / "checkpoints" / name_of(2)).mkdir(parents=True)
     (here / FILE_NAME).write_text("lines")

@@ -27,7 +27,7 @@ from zeropp.tools.train.world import World
 
 
 def tensors_of(world: World, factor: float) -> dict[str, Any]:
-    """10 rows over the ranks: on 4 and on 3 they do not divide."""
+    """10 rows over the ranks. 4 and 3 ranks get unequal shards."""
     whole = torch.arange(10, dtype=torch.float32) * factor
     return {"model": {"weight": distribute_tensor(whole, world.mesh, [Shard(0)])}}
 
@@ -38,7 +38,7 @@ def save_some(folder: Path, steps: Sequence[int], keep: int) -> list[int]:
     for step in steps:
         tensors = tensors_of(world, float(step))
         checkpoints.save(step, tensors, {"note": step})
-        tensors["model"]["weight"].to_local().fill_(-1.0)  # what is saved is what was given
+        tensors["model"]["weight"].to_local().fill_(-1.0)  # `save` has copied it
     checkpoints.wait()
     torch.distributed.barrier()
     return sorted(steps_in(folder))
@@ -54,7 +54,7 @@ def load_last(folder: Path) -> tuple[str, list[float]]:
     return path.name, tensors["model"]["weight"].full_tensor().tolist()
 
 
-def test_the_last_k_stay_and_load_on_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_last_checkpoints_load_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(save_some, tmp_path, (3, 6, 9, 12), 2, world=4) == [[9, 12]] * 4
     assert read_state(tmp_path / "step-00000012") == {"format": 1, "step": 12, "note": 12}
     expected = ("step-00000012", [12.0 * n for n in range(10)])
@@ -63,13 +63,13 @@ def test_the_last_k_stay_and_load_on_other_numbers_of_ranks(ranks: Ranks, tmp_pa
 
 
 def die_while_writing(folder: Path) -> None:
-    """The second checkpoint is under way on some ranks when all of them die."""
+    """All ranks die while some of them write the second checkpoint."""
     world = World.current()
     checkpoints = Checkpoints(folder, 1, world)
     checkpoints.save(1, tensors_of(world, 1.0), {})
     checkpoints.wait()
     torch.distributed.barrier()
-    if world.rank < 2:  # the others never come: it cannot complete
+    if world.rank < 2:  # it cannot complete without the other ranks
         checkpoints.save(2, tensors_of(world, 2.0), {})
     while not list(folder.glob("*.partial")):
         time.sleep(0.01)
@@ -101,10 +101,10 @@ def save_to_a_file(folder: Path) -> str:
 def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks.run(save_to_a_file, tmp_path, world=2):
         assert "step-00000001 could not be written: " in message
-        assert message.endswith("Is a directory. Older ones are whole")
+        assert message.endswith("Is a directory. Older checkpoints are complete")
 
 
-def test_a_checkpoint_of_a_run_holds_nothing_but_tensors(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_has_only_tensors_and_json(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(train_here, small_run(tmp_path, steps=2), world=2)
     folder = tmp_path / "checkpoints" / "step-00000002"
     with (folder / ".metadata").open("rb") as file:
@@ -138,12 +138,12 @@ def test_code_in_a_checkpoint_is_refused(
         (tmp_path / "step-00000001" / ".metadata").write_bytes(pickle.dumps(index))
         message = ranks.run(load_evil, tmp_path, world=2)[0]
         assert "cannot be read: .metadata is damaged: it " in message
-        assert ("names posix.mkdir" in message) == (index != 3)
+        assert ("contains posix.mkdir" in message) == (index != 3)
     assert not Path("owned").exists()
 
 
-def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no checkpoint of zeropp train"):
+def test_folders_that_are_not_checkpoints_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a checkpoint of zeropp train"):
         read_state(tmp_path)
     (tmp_path / "state.json").write_text('{"format": 99}')
     with pytest.raises(CheckpointError, match="has another format than 1"):

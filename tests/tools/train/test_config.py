@@ -1,4 +1,4 @@
-"""The tree of settings, from files."""
+"""The configuration of a run, from files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeropp import Config
 from zeropp.tools.models.loading import build_model, parameter_count
-from zeropp.tools.train.config import Run, ScheduleConfig, read_run, read_toml
+from zeropp.tools.train.config import RunConfig, ScheduleConfig, read_run, read_toml
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
     ("name", "millions"),
     [("125M", (120, 130)), ("350M", (340, 370)), ("1.3B", (1200, 1400)), ("18B", (18000, 19000))],
 )
-def test_the_published_sizes_are_what_they_say(name: str, millions: tuple[int, int]) -> None:
+def test_models_have_the_size_in_their_name(name: str, millions: tuple[int, int]) -> None:
     run = read_toml(CONFIGS / f"{name}.toml")
     size = parameter_count(build_model(run.model, seed=0, device="meta"))
     assert millions[0] < size / 1e6 < millions[1]
@@ -29,7 +29,7 @@ def test_the_published_sizes_are_what_they_say(name: str, millions: tuple[int, i
 
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("")
-    assert read_toml(tmp_path / "run.toml") == Run()
+    assert read_toml(tmp_path / "run.toml") == RunConfig()
 
 
 def test_presets_and_their_changes() -> None:
@@ -42,7 +42,7 @@ def test_presets_and_their_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "says"),
+    ("table", "message"),
     [
         (
             {"optimizer": {"learning_rate": -1}},
@@ -54,19 +54,19 @@ def test_presets_and_their_changes() -> None:
         ),
         (
             {"zeropp": {"preset": "auto", "node_size": 2}},
-            r"zeropp\.node_size is given with preset 'auto', which chooses a Config by itself",
+            r"zeropp\.node_size is given with preset 'auto', which chooses the whole Config",
         ),
         ({"batch": {"size": 0}}, r"batch\.size is 0; expected a positive number"),
         ({"batch": {"sync": "never"}}, r"batch\.sync is 'never'; expected 'step' or 'micro-batch'"),
         (
             {"schedule": {"final_fraction": 2}},
-            r"schedule\.final_fraction is 2\.0; expected a share from 0 to 1",
+            r"schedule\.final_fraction is 2\.0; expected a fraction from 0 to 1",
         ),
         ({"checkpoint": {"keep": 0}}, r"checkpoint\.keep is 0; expected a positive number"),
         ({"evaluation": {"every": -1}}, r"evaluation\.every is -1; expected a number of steps"),
         ({"logging": {"peak_tflops": -1}}, r"logging\.peak_tflops is -1\.0; expected TFLOP/s"),
         ({"steps": 0}, "steps is 0; expected a positive number"),
-        ({"seed": -1}, "seed is -1; expected a number from 0"),
+        ({"seed": -1}, "seed is -1; expected 0 or a positive number"),
         ({"zeropp": "paper"}, "zeropp is 'paper'; expected a table"),
         (
             {"zeropp": {"preset": "fast"}},
@@ -76,12 +76,12 @@ def test_presets_and_their_changes() -> None:
         ({"zeropp": {"weights": "int3"}}, "weights is 'int3'; expected one of"),
     ],
 )
-def test_values_that_make_no_sense_are_named(table: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_errors_name_an_invalid_value(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_run(table)
 
 
-def test_a_file_is_named_in_errors(tmp_path: Path) -> None:
+def test_errors_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     with pytest.raises(ValueError, match=r"run\.toml cannot be read"):
         read_toml(path)

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zeropp.tools.train.data import DataConfig, Loader, open_data
+from zeropp.tools.train.data import DataConfig, Loader
 
 WORLDS, BATCHES = st.integers(1, 5), st.integers(1, 4)
 
 
 def numbered(folder: Path, tokens: int) -> DataConfig:
-    """Tokens that say where they are: 0, 1, 2 ..."""
+    """Tokens that equal their position: 0, 1, 2 ..."""
     path = folder / f"{tokens}.npy"
     if not path.exists():
         np.save(path, np.arange(tokens, dtype=np.uint16))
@@ -32,13 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaders(config: DataConfig, world: int, batch: int, sequence: int = 4, seed: int = 0) -> list[Loader]:
     return [
-        open_data(config, rank=rank, world=world, sequence=sequence, batch=batch, seed=seed)
+        Loader(config, rank=rank, world=world, sequence=sequence, batch=batch, seed=seed)
         for rank in range(world)
     ]
 
 
 def starts(batches: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
-    """First tokens, after a check that a batch is windows of the numbered tokens."""
+    """Check that batches are windows of the numbered tokens, and return the first token of each sample."""
     firsts: list[int] = []
     for tokens, targets in batches:
         assert tokens.dtype == targets.dtype == torch.int64
@@ -49,7 +49,7 @@ def starts(batches: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
 
 
 def global_order(world_of_loaders: list[Loader], batches: int) -> list[int]:
-    """Samples in the order in which all ranks together see them."""
+    """Return the first tokens of samples in the global order of all ranks."""
     return [first for _ in range(batches) for loader in world_of_loaders for first in starts([loader.next()])]
 
 
@@ -59,13 +59,13 @@ def test_an_epoch_visits_every_sample_once(
 ) -> None:
     ranks = loaders(numbered(folder, tokens), world, batch, seed=seed)
     samples = ranks[0].samples
-    steps = -(-2 * samples // (world * batch))  # two epochs, and the rest of a batch
+    steps = -(-2 * samples // (world * batch))  # two epochs, rounded up to whole batches
     order = global_order(ranks, steps)
     every = [4 * n for n in range((int(tokens * 0.75) - 1) // 4)]
     assert sorted(order[:samples]) == every
     assert sorted(order[samples : 2 * samples]) == every
     if samples > 12:
-        assert order[:samples] != order[samples : 2 * samples]  # shuffled anew
+        assert order[:samples] != order[samples : 2 * samples]  # another order per epoch
         assert order[:samples] != every
 
 
@@ -77,7 +77,7 @@ def test_an_epoch_visits_every_sample_once(
     before=st.integers(0, 20),
     after=st.integers(0, 20),
 )
-def test_a_resumed_run_goes_on_where_it_stopped_on_any_number_of_ranks(
+def test_a_resumed_run_continues_the_global_order_on_any_number_of_ranks(
     folder: Path, world: int, batch: int, new_world: int, new_batch: int, before: int, after: int
 ) -> None:
     config = numbered(folder, 200)
@@ -122,23 +122,23 @@ def test_seeds_differ(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
-        ({"seed": 1}, "read data with seed 0, this one has seed 1"),
-        ({"sequence": 5}, "read data with sequence 4, this one has sequence 5"),
-        ({"tokens": 240}, "read data with training_tokens 150, this one has training_tokens 180"),
+        ({"seed": 1}, "has data with seed 0, this run has seed 1"),
+        ({"sequence": 5}, "has data with sequence 4, this run has sequence 5"),
+        ({"tokens": 240}, "has data with training_tokens 150, this run has training_tokens 180"),
     ],
 )
-def test_a_state_of_other_data_is_refused(folder: Path, changed: dict[str, int], says: str) -> None:
+def test_a_state_of_other_data_is_refused(folder: Path, changed: dict[str, int], message: str) -> None:
     state = loaders(numbered(folder, 200), 1, 2)[0].state_dict()
     arguments: dict[str, Any] = {"seed": 0, "sequence": 4} | changed
     (loader,) = loaders(numbered(folder, arguments.pop("tokens", 200)), 1, 2, **arguments)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         loader.load_state_dict(state)
     assert loader.state_dict()["consumed"] == 0
 
 
-def test_the_vocabulary_is_found_or_held_to(tmp_path: Path) -> None:
+def test_the_vocabulary_is_found_or_checked(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.array([5, 70_000] * 100, dtype=np.uint32))
     path = str(tmp_path / "tokens.npy")
     assert loaders(DataConfig(path), 1, 1)[0].vocab_size == 70_001
@@ -151,14 +151,14 @@ def test_the_vocabulary_is_found_or_held_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"sequence": 60}, "150 tokens for training and 50 for validation; each must be more than .* 60"),
         ({"rank": 2, "world": 2}, "rank 2 of 2"),
         ({"batch": 0}, "batch 0"),
     ],
 )
-def test_bad_sizes_are_refused(folder: Path, arguments: dict[str, int], says: str) -> None:
+def test_bad_sizes_are_refused(folder: Path, arguments: dict[str, int], message: str) -> None:
     given_arguments: dict[str, Any] = {
         "rank": 0,
         "world": 1,
@@ -166,8 +166,8 @@ def test_bad_sizes_are_refused(folder: Path, arguments: dict[str, int], says: st
         "batch": 1,
         "seed": 0,
     } | arguments
-    with pytest.raises(ValueError, match=says):
-        open_data(numbered(folder, 200), **given_arguments)
+    with pytest.raises(ValueError, match=message):
+        Loader(numbered(folder, 200), **given_arguments)
 
 
 def test_text_is_bytes_and_needs_no_vocabulary(tmp_path: Path) -> None:
@@ -180,6 +180,6 @@ def test_text_is_bytes_and_needs_no_vocabulary(tmp_path: Path) -> None:
         DataConfig(vocab_size=0)
 
 
-def test_a_split_must_leave_something() -> None:
+def test_a_split_without_training_text_is_refused() -> None:
     with pytest.raises(ValueError, match=r"validation_fraction is 1.0; expected more than 0 and less than 1"):
         DataConfig(validation_fraction=1.0)

@@ -13,25 +13,27 @@ def test_it_is_a_permutation(size: int, key: str) -> None:
     assert sorted(order[n] for n in range(size)) == list(range(size))
 
 
-def test_places_are_spread_evenly() -> None:
-    """Each tenth of the range gets its share of the first 100 places of 64 orders: a chi-square test."""
+def test_positions_are_spread_evenly() -> None:
+    """A chi-square test: each tenth of the range gets its share of the first 100 elements of 64 orders."""
     size, counts = 1000, [0] * 10
     for key in range(64):
         order = Shuffle(size, f"{key}")
         for n in range(100):
             counts[order[n] * 10 // size] += 1
     chi_square = sum((count - 640) ** 2 / 640 for count in counts)
-    assert chi_square < 27.9  # 9 degrees of freedom: one in a thousand by chance. Keys are fixed, so is this.
+    # 9 degrees of freedom: 27.9 is exceeded once in a thousand by chance. The keys are fixed, so is the
+    # result.
+    assert chi_square < 27.9
 
 
-def test_it_reaches_sizes_that_could_not_be_stored() -> None:
+def test_sizes_that_could_not_be_stored() -> None:
     order = Shuffle(10**15, "large")
-    places = {order[n] for n in range(1000)}
-    assert len(places) == 1000
-    assert max(places) > 9 * 10**14
+    positions = {order[n] for n in range(1000)}
+    assert len(positions) == 1000
+    assert max(positions) > 9 * 10**14
 
 
 @pytest.mark.parametrize("n", [-1, 5])
-def test_there_is_nothing_outside(n: int) -> None:
+def test_an_index_outside_of_the_range_is_refused(n: int) -> None:
     with pytest.raises(IndexError, match=f"{n} is not in 0 .. 4"):
         Shuffle(5, "key")[n]

@@ -30,9 +30,7 @@ class Lists:
 
 
 @given(st.lists(st.lists(st.integers(0, 60_000), max_size=5), max_size=8), st.data())
-def test_a_stream_is_its_documents_one_after_the_other(
-    documents: list[list[int]], data: st.DataObject
-) -> None:
+def test_a_stream_concatenates_its_documents(documents: list[list[int]], data: st.DataObject) -> None:
     joined = [token for document in documents for token in document]
     stream = Stream(Lists(documents))
     assert len(stream) == len(joined)
@@ -45,7 +43,7 @@ def test_a_stream_is_its_documents_one_after_the_other(
         assert stream.largest() == max(joined)
 
 
-def test_the_standard_library_is_there_and_in_order() -> None:
+def test_the_standard_library_has_a_fixed_order() -> None:
     files = standard_library()
     names = [file.name for file in files]
     assert {"argparse.py", "heapq.py"} <= set(names)
@@ -89,19 +87,19 @@ def test_rows_of_a_dataset(tmp_path: Path) -> None:
     assert not open_documents(f"hf:{tmp_path}/tokens").is_text
 
 
-def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
+def test_files_without_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'missing.txt' does not exist; expected 'stdlib'"):
         open_documents("missing.txt")
 
     np.save(tmp_path / "a.npy", np.zeros((2, 2), np.uint16))
-    with pytest.raises(ValueError, match=r"a.npy holds uint16 of shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"a.npy contains uint16 of shape \(2, 2\)"):
         open_documents(str(tmp_path))
     np.save(tmp_path / "a.npy", np.zeros(2, np.float32))
-    with pytest.raises(ValueError, match=r"a.npy holds float32 of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"a.npy contains float32 of shape \(2,\)"):
         open_documents(str(tmp_path / "a.npy"))
 
     (tmp_path / "b.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"holds tokens \(a.npy\) and text \(b.txt\); separate them"):
+    with pytest.raises(ValueError, match=r"contains tokens \(a.npy\) and text \(b.txt\); .* separate them"):
         open_documents(str(tmp_path))
 
     class Trap:
@@ -109,7 +107,7 @@ def test_what_is_not_data_is_refused(tmp_path: Path) -> None:
             return (pytest.fail, ("unpickled",))
 
     np.save(tmp_path / "c.npy", np.array([Trap()], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"cannot be read; expected token ids that np\.save wrote"):
+    with pytest.raises(ValueError, match=r"cannot be read; expected token ids written by np\.save"):
         open_documents(str(tmp_path / "c.npy"))
 
 
@@ -121,6 +119,7 @@ def test_a_dataset_without_tokens_is_refused(tmp_path: Path) -> None:
         open_documents(f"hf:{tmp_path}/labels")
     DatasetDict({"train": Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "splits")
     with pytest.raises(
-        ValueError, match=r"holds the splits train; name the folder of one, such as 'hf:.*/train'"
+        ValueError,
+        match=r"contains the splits train; expected .* one split, such as 'hf:.*/train'",
     ):
         open_documents(f"hf:{tmp_path}/splits")

@@ -1,4 +1,4 @@
-"""Where the demonstration runs, and what it leaves."""
+"""The demonstration: how it starts ranks, and the folders that it replaces."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zeropp.tools.train.demo import (
     MARK,
     OPEN_LINKS,
     RUNS,
-    Lab,
-    LocalRanks,
+    LabLauncher,
+    LocalLauncher,
     OpenStep,
     expected_parts,
-    find_place,
     make_folders,
+    open_launcher,
     steps_done,
 )
 from zeropp.tools.train.metrics import FILE_NAME
@@ -34,24 +34,24 @@ if sys.argv[1] == "SIGILL" and os.environ["RANK"] == "2":
 
 
 def test_a_lab_where_namespaces_are_possible() -> None:
-    with find_place("1gbit") as place:
-        assert isinstance(place, Lab)
-        assert place.description == "2 nodes x 2 ranks in network namespaces, 1gbit links"
+    with open_launcher("1gbit") as launcher:
+        assert isinstance(launcher, LabLauncher)
+        assert launcher.description == "2 nodes x 2 ranks in network namespaces, 1gbit links"
 
 
-def test_links_are_open_until_one_is_chosen() -> None:
-    with find_place("auto") as place:
-        assert isinstance(place, Lab)
-        assert place.description == "2 nodes x 2 ranks in network namespaces, unlimited links"
-        place.cluster.set_link(link=OpenStep(0.3, 10_000_000).link)
-        assert place.description == "2 nodes x 2 ranks in network namespaces, 114mbit links"
+def test_links_have_no_limit_until_one_is_chosen() -> None:
+    with open_launcher("auto") as launcher:
+        assert isinstance(launcher, LabLauncher)
+        assert launcher.description == "2 nodes x 2 ranks in network namespaces, unlimited links"
+        launcher.cluster.set_link(link=OpenStep(0.3, 10_000_000).link)
+        assert launcher.description == "2 nodes x 2 ranks in network namespaces, 114mbit links"
 
 
 @pytest.mark.parametrize("link", ["fast", "Auto", "0gbit"])
-def test_a_link_that_makes_no_sense_is_named(link: str) -> None:
+def test_an_invalid_link_is_named(link: str) -> None:
     with (
         pytest.raises(ValueError, match=f"link is '{link}'; expected a rate .* 'unlimited', or 'auto'"),
-        find_place(link),
+        open_launcher(link),
     ):
         pass
 
@@ -75,33 +75,33 @@ def test_the_expected_time_has_all_runs_in_their_order() -> None:
     assert list(expected_parts(80, chooses_link=False)) == list(RUNS)
 
 
-def test_four_local_ranks_play_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_local_ranks_simulate_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    place = LocalRanks("no namespaces")
+    launcher = LocalLauncher("no namespaces")
     seconds = []
-    place.run([str(script), "0"], lambda: seconds.append(1))
+    launcher.run([str(script), "0"], lambda: seconds.append(1))
     assert {(tmp_path / str(rank)).read_text() for rank in range(4)} == {"4 0 --zeropp.node-size 2"}
     assert seconds
-    says = r"(?s)rank 2 was ended by SIGILL \(illegal instruction\).*Try: set ONEDNN_MAX_CPU_ISA"
-    with pytest.raises(JobError, match=says):
-        place.run([str(script), "SIGILL"], lambda: None)
+    message = r"(?s)rank 2 was ended by SIGILL \(illegal instruction\).*Try: set ONEDNN_MAX_CPU_ISA"
+    with pytest.raises(JobError, match=message):
+        launcher.run([str(script), "SIGILL"], lambda: None)
 
 
-def test_steps_are_counted_while_a_run_goes_on(tmp_path: Path) -> None:
+def test_steps_of_an_unfinished_run_are_counted(tmp_path: Path) -> None:
     assert steps_done(tmp_path) == 0
     (tmp_path / FILE_NAME).write_text('{"kind": "start"}\n{"kind": "step", "step": 1}\n{"kind": "step", "st')
     assert steps_done(tmp_path) == 2
 
 
-def test_nothing_is_deleted_that_no_demonstration_has_made(tmp_path: Path) -> None:
-    """`--folder .` in a clone: the package is called zeropp, like one of the runs."""
+def test_only_folders_of_a_demonstration_are_deleted(tmp_path: Path) -> None:
+    """With `--folder .` in a clone: the package is called zeropp, like one of the runs."""
     plain, ours = tmp_path / "plain-FSDP2", tmp_path / "zeropp"
     package = ours / "__init__.py"
     ours.mkdir()
     package.touch()
-    with pytest.raises(ValueError, match="zeropp is not of an earlier demonstration"):
+    with pytest.raises(ValueError, match="zeropp would be replaced, but no demonstration has made it"):
         make_folders(tmp_path, RUNS)
     assert package.exists()
     assert not plain.exists()
@@ -111,8 +111,8 @@ def test_nothing_is_deleted_that_no_demonstration_has_made(tmp_path: Path) -> No
     left_over.touch()
     make_folders(tmp_path, RUNS)
     assert not left_over.exists()
-    (ours / MARK).rename(ours / FILE_NAME)  # of a run of `zeropp train`
-    with pytest.raises(ValueError, match="zeropp is not of an earlier demonstration"):
+    (ours / MARK).rename(ours / FILE_NAME)  # now it looks like a run of `zeropp train`
+    with pytest.raises(ValueError, match="zeropp would be replaced, but no demonstration has made it"):
         make_folders(tmp_path, RUNS)
     (ours / FILE_NAME).unlink()
     ours.rmdir()

@@ -18,7 +18,8 @@ from zeropp.tools.train.export import export
 
 @torch.no_grad()
 def disturb(model: nn.Module) -> None:
-    """Weights that no initialisation gives: norms are not one, biases are not zero."""
+    """Change all weights, also norms, which are initialized to one, and biases, which are initialized to
+    zero."""
     for parameter in model.parameters():
         parameter.add_(0.05).mul_(1.5)
 
@@ -37,7 +38,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_computes_what_our_gpt_computes(tied: bool, tmp_path: Path) -> None:
+def test_the_exported_llama_computes_the_same_logits(tied: bool, tmp_path: Path) -> None:
     model = build_model(replace(SMALL, tied=tied), seed=1)
     disturb(model)
     export(model, tmp_path / "exported")
@@ -45,12 +46,14 @@ def test_transformers_computes_what_our_gpt_computes(tied: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", list(HF_CONFIGS))
-def test_a_hugging_face_model_makes_the_round_trip(kind: str, tmp_path: Path) -> None:
+def test_an_exported_hugging_face_model_loads_again(kind: str, tmp_path: Path) -> None:
     model = build_model(hugging_face(kind, tmp_path), seed=1)
     disturb(model)
     export(model, tmp_path / "exported")
     assert torch.equal(logits_of_folder(tmp_path / "exported"), logits(model))
-    again = build_model(ModelConfig(f"hf:{tmp_path}/exported"), seed=2)  # its weights, not the seed's
+    again = build_model(
+        ModelConfig(f"hf:{tmp_path}/exported"), seed=2
+    )  # weights from the folder, not from the seed
     assert torch.equal(logits(again), logits(model))
 
 
@@ -69,13 +72,13 @@ def test_shards_are_gathered(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of_folder(tmp_path / "exported"), expected[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="is not empty; export to a new folder"):
+    with pytest.raises(ValueError, match="is not empty; expected a new or an empty folder"):
         export(build_model(SMALL, seed=0), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["notes"]
 
 
-def test_only_what_build_model_makes_can_be_exported(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="cannot export a Linear; expected a model from build_model"):
+def test_other_modules_than_those_of_build_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="cannot export a Linear; expected a model made by build_model"):
         export(nn.Linear(2, 2), tmp_path / "exported")

@@ -1,4 +1,4 @@
-"""Ranks and nodes that are killed under torchrun, and what remains: the same losses, bit for bit."""
+"""Ranks and nodes that are killed under torchrun: the resumed run has the same losses, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from tests.tools.train.runs import command_line, small_run, train_here
 from zeropp import Config
 from zeropp.tools.lab.job import TORCHRUN
 from zeropp.tools.train.checkpoint import steps_in
-from zeropp.tools.train.config import CheckpointConfig, EvaluationConfig, Run
+from zeropp.tools.train.config import CheckpointConfig, EvaluationConfig, RunConfig
 from zeropp.tools.train.metrics import FILE_NAME, Metrics
 
-SECONDS = 300.0  # for any one thing to happen, on any machine
+SECONDS = 300.0  # a limit for each wait, which also a busy machine meets
 STEPS = 30
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""A store for every restart. torch 2.13 shares one, whose address a node that comes back is never told."""
-NOTICE_SOON = "keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=1"
-"""A node that is gone: it is silent for ten seconds. An agent on a busy machine may be silent for two."""
+"""Make torchrun open a store per restart. torch 2.13 shares one store, whose address a restarted node never
+gets."""
+SHORT_TIMEOUTS = "keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=1"
+"""Make torchrun give up a node after ten silent seconds. An agent on a busy machine may be silent for two."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """Two nodes of one rank each."""
     run = small_run(
         tmp_path_factory.mktemp("undisturbed"),
@@ -45,8 +46,8 @@ def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @contextmanager
-def torchrun(run: Run, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """An agent in a session of its own, which is gone at the end of the block."""
+def torchrun(run: RunConfig, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start an agent in a separate session, and kill it at the end of the block."""
     command = [*TORCHRUN, *options, "-m", "zeropp", "train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **NEW_STORE}
     log = run.folder / f"{time.monotonic_ns()}.log"
@@ -62,7 +63,7 @@ def torchrun(run: Run, *options: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def kill_all(agent: subprocess.Popen[bytes]) -> None:
-    """The agent and its ranks, which are in sessions of their own."""
+    """Kill the agent and its ranks, which have separate sessions."""
     for pid in [agent.pid, *ranks_of(agent)]:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -78,8 +79,8 @@ def ranks_of(agent: subprocess.Popen[bytes]) -> list[int]:
         return []
 
 
-def wait_for_step(run: Run, step: int, agent: subprocess.Popen[bytes]) -> None:
-    """Until the run has done this step, and has a whole checkpoint."""
+def wait_for_step(run: RunConfig, step: int, agent: subprocess.Popen[bytes]) -> None:
+    """Wait until the run has completed `step` and has a complete checkpoint."""
     deadline = time.monotonic() + SECONDS
     path = run.folder / FILE_NAME
     while not (
@@ -94,7 +95,7 @@ def finish(agent: subprocess.Popen[bytes]) -> int:
     return agent.wait(SECONDS)
 
 
-def check_equal(run: Run, undisturbed: Run, starts: int) -> None:
+def check_equal(run: RunConfig, undisturbed: RunConfig, starts: int) -> None:
     ours, theirs = Metrics(run.folder / FILE_NAME), Metrics(undisturbed.folder / FILE_NAME)
     assert len(ours.starts) == starts
     assert all(start.first_step > 1 for start in ours.starts[1:])
@@ -103,7 +104,7 @@ def check_equal(run: Run, undisturbed: Run, starts: int) -> None:
     assert ours.evaluations == theirs.evaluations
 
 
-def test_a_killed_rank_resumes_by_itself(undisturbed: Run, tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_rank_and_the_run_resumes(undisturbed: RunConfig, tmp_path: Path) -> None:
     run = replace(undisturbed, folder=tmp_path)
     with torchrun(run, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1") as agent:
         wait_for_step(run, 8, agent)
@@ -112,18 +113,19 @@ def test_a_killed_rank_resumes_by_itself(undisturbed: Run, tmp_path: Path) -> No
     check_equal(run, undisturbed, starts=2)
 
 
-def test_a_killed_node_comes_back_and_signals_to_torchrun_save(
-    ranks: Ranks, undisturbed: Run, tmp_path: Path
+def test_a_killed_node_rejoins_and_signals_to_torchrun_save(
+    ranks: Ranks, undisturbed: RunConfig, tmp_path: Path
 ) -> None:
-    """As from Ctrl-C, and from a scheduler that wants a node back. In one job, because starts take longest.
+    """The signals are those of Ctrl-C and of a scheduler that preempts a node. One job tests both, because
+    starts take the most time.
 
-    They meet at a store of ours: it has a port before they start, and stays whoever ends first."""
+    The agents meet at a store of this test. It has a port before they start, and outlives both of them."""
     run = replace(undisturbed, folder=tmp_path)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     options = [
         *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"localhost:{store.port}"),
-        *("--rdzv-conf", f"is_host=0,join_timeout={SECONDS:.0f},{NOTICE_SOON}"),
+        *("--rdzv-conf", f"is_host=0,join_timeout={SECONDS:.0f},{SHORT_TIMEOUTS}"),
     ]
     with torchrun(run, *options) as first:
         with torchrun(run, *options) as second:

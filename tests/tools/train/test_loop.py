@@ -1,4 +1,4 @@
-"""Whole runs on real ranks: stopped and resumed, they are what they would have been."""
+"""Complete runs on real ranks: a stopped and resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tests.searches import VISIT, short_visits
 from tests.tools.train.runs import small_run, train_here
 from zeropp import Config
 from zeropp.tools.train.checkpoint import steps_in
-from zeropp.tools.train.config import CheckpointConfig, EvaluationConfig, Run
+from zeropp.tools.train.config import CheckpointConfig, EvaluationConfig, RunConfig
 from zeropp.tools.train.loop import ResumeError
 from zeropp.tools.train.metrics import FILE_NAME, Metrics
-from zeropp.tools.train.run_events import Listener, StepRecord, Summary
+from zeropp.tools.train.run_events import RunListener, StepRecord, Summary
 
 
-def losses(run: Run) -> list[float]:
+def losses(run: RunConfig) -> list[float]:
     return [record.loss for record in Metrics(run.folder / FILE_NAME).steps]
 
 
-def validation_losses(run: Run) -> list[float]:
+def validation_losses(run: RunConfig) -> list[float]:
     return [evaluation.validation_loss for evaluation in Metrics(run.folder / FILE_NAME).evaluations]
 
 
-class SignalAt(Listener):
-    """This rank gets a signal during a step, as if somebody had sent it."""
+class SignalAt(RunListener):
+    """Sends SIGTERM to this rank during a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -39,7 +39,7 @@ class SignalAt(Listener):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_with_signal(run: Run, step: int) -> Summary:
+def train_with_signal(run: RunConfig, step: int) -> Summary:
     return train_here(run, SignalAt(step))
 
 
@@ -53,9 +53,7 @@ def train_with_signal(run: Run, step: int) -> Summary:
     ],
     ids=["default", "off", "paper", "four_bit"],
 )
-def test_a_signal_to_one_rank_saves_and_resuming_changes_no_bit(
-    ranks: Ranks, tmp_path: Path, config: Config
-) -> None:
+def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path, config: Config) -> None:
     often = {"checkpoint": CheckpointConfig(every=2), "evaluation": EvaluationConfig(every=2, batches=2)}
     whole = small_run(tmp_path / "whole", zeropp=config, steps=4, **often)
     parts = replace(whole, folder=tmp_path / "parts")
@@ -71,7 +69,7 @@ def test_a_signal_to_one_rank_saves_and_resuming_changes_no_bit(
     assert [start.first_step for start in Metrics(parts.folder / FILE_NAME).starts] == [1, 4]
 
 
-class Notes(Listener):
+class Notes(RunListener):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -80,14 +78,14 @@ class Notes(Listener):
 
 
 @short_visits
-def notes_of(run: Run) -> list[str]:
+def notes_of(run: RunConfig) -> list[str]:
     notes = Notes()
     train_here(run, notes)
     return [text for text in notes.texts if text.startswith("auto ")]
 
 
-def test_a_config_that_was_chosen_stays_when_a_run_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    steps = 2 * 3 * VISIT + 2  # of three candidates, on one node
+def test_a_resumed_run_keeps_the_chosen_config(ranks: Ranks, tmp_path: Path) -> None:
+    steps = 2 * 3 * VISIT + 2  # one node has three candidates
     run = small_run(tmp_path, zeropp="auto", steps=steps, checkpoint=CheckpointConfig(every=0))
     (begins, chosen), *_ = ranks.run(notes_of, run, world=2)
     assert begins.startswith("auto tries plain FSDP2, ")
@@ -95,8 +93,8 @@ def test_a_config_that_was_chosen_stays_when_a_run_resumes(ranks: Ranks, tmp_pat
     assert ranks.run(notes_of, replace(run, steps=steps + 2), world=2)[0] == [chosen]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """Four ranks, then two with twice the micro-batches: the same data, summed in another order."""
+def test_a_run_resumes_with_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Four ranks, then two with twice the micro-batches: the data is the same, the order of sums is not."""
     config = Config.off(node_size=2)
     whole = small_run(tmp_path / "whole", zeropp=config, steps=4)
     first = replace(whole, folder=tmp_path / "parts")
@@ -109,7 +107,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: Ranks, tmp_path: Path
     assert losses(second) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_a_finished_run_stays_finished(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_complete_run_is_not_changed(ranks: Ranks, tmp_path: Path) -> None:
     run = small_run(tmp_path, steps=2)
     ranks.run(train_here, run, world=2)
     before = (run.folder / FILE_NAME).read_text()
@@ -119,7 +117,7 @@ def test_a_finished_run_stays_finished(ranks: Ranks, tmp_path: Path) -> None:
         assert (run.folder / FILE_NAME).read_text() == before
 
 
-def test_more_steps_and_a_checkpoint_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_resumes_with_more_steps_from_a_named_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     run = small_run(tmp_path / "first", steps=4)
     ranks.run(train_here, run, world=2)
     checkpoint = run.folder / "checkpoints" / "step-00000004"
@@ -129,22 +127,22 @@ def test_more_steps_and_a_checkpoint_by_name(ranks: Ranks, tmp_path: Path) -> No
     assert [record.step for record in Metrics(longer.folder / FILE_NAME).steps] == [5, 6]
 
 
-def refusal(run: Run) -> str:
+def refusal(run: RunConfig) -> str:
     with pytest.raises(ResumeError) as error:
         train_here(run)
     return str(error.value)
 
 
-def test_what_does_not_belong_together_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_configuration_that_does_not_match_the_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     run = small_run(tmp_path, steps=2)
     ranks.run(train_here, run, world=1)
-    for changes, says in (
+    for changes, message in (
         (
             {"model": replace(run.model, layers=3)},
-            "the checkpoint is of another run: model.layers was 2 and is 3",
+            "the checkpoint is from another run: model.layers was 2 and is 3",
         ),
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"resume": "never"}, "has checkpoints and resume is 'never'"),
         ({"resume": "yes"}, "resume is 'yes'; expected 'auto', 'never' or the folder of a checkpoint"),
     ):
-        assert says in ranks.run(refusal, replace(run, **changes), world=1)[0]
+        assert message in ranks.run(refusal, replace(run, **changes), world=1)[0]

@@ -27,7 +27,7 @@ def write(folder: Path, first: int, last: int, loss: float = 1 / 3) -> None:
             file.on_evaluation(Evaluation(step, loss))
 
 
-def test_what_is_written_is_read_bit_for_bit(tmp_path: Path) -> None:
+def test_metrics_are_read_bit_for_bit(tmp_path: Path) -> None:
     write(tmp_path, 1, 3)
     MetricsFile(tmp_path).on_end(Summary(3, True, 10, 5, "c"))
     metrics = Metrics(tmp_path / FILE_NAME)

@@ -1,4 +1,4 @@
-"""Peaks of devices; with the doctests in the file."""
+"""Peaks of devices. Doctests in the source cover the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from zeropp.tools.train.peak_flops import peak_flops
 
 
-def test_an_unknown_peak_is_said_and_not_guessed() -> None:
+def test_an_unknown_peak_is_left_out() -> None:
     flops, sentence = peak_flops(0.0, torch.device("cpu"))
     assert flops is None
     assert sentence.startswith("model FLOPs utilisation is left out")

@@ -1,4 +1,4 @@
-"""What the first rank's screen shows."""
+"""Progress on standard output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def record(step: int) -> StepRecord:
     return StepRecord(step, 2.5, 1.0, 1e-3, 0.5, 1000, 8_000_000, 4_000_000, 0.125)
 
 
-def test_plain_lines_now_and_then() -> None:
+def test_plain_lines_every_few_steps() -> None:
     out = StringIO()
     progress = PlainProgress(Console(file=out, width=200), steps=4, every=3)
     progress.on_start(INFO)
@@ -30,11 +30,11 @@ def test_plain_lines_now_and_then() -> None:
     assert lines[1] == ("step 3/4  loss 2.5000  2,000 tokens/s  8.00 MB/s across nodes  MFU 12.5%  left 0:00")
     assert lines[2].startswith("step 4/4")
     assert lines[3] == "step 4/4  validation loss 2.2500"
-    assert "peak memory 300 MiB per rank, of which zeropp keeps 1.0 MiB" in lines[4]
+    assert "peak memory 300 MiB per rank, of which zeropp uses 1.0 MiB" in lines[4]
     assert len(lines) == 5
 
 
-def test_a_live_line_with_figures_and_time_left() -> None:
+def test_a_progress_bar_with_metrics() -> None:
     out = StringIO()
     progress = LiveProgress(Console(file=out, width=140, force_terminal=True), steps=4)
     progress.on_start(INFO)

@@ -1,4 +1,4 @@
-"""Tables into dataclasses."""
+"""Tables to dataclasses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
-def test_values_of_every_type_arrive() -> None:
+def test_values_of_every_type_are_read() -> None:
     table: dict[str, Any] = {"name": "b", "rate": 2, "kind": "y", "maybe": 3, "flag": True, "path": "p"}
     assert read(Outer, table | {"inner": {"size": 4, "pair": [3, 4.5]}}) == Outer(
         "b", 2.0, "y", 3, True, Path("p"), Inner(4, (3, 4.5))
@@ -37,7 +37,7 @@ def test_values_of_every_type_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "says"),
+    ("table", "message"),
     [
         ({"nam": "b"}, "nam is not a key; expected one of name, rate, kind, maybe, flag, path, inner"),
         ({"inner": {"sze": 1}}, "inner.sze is not a key; expected one of size, pair"),
@@ -52,7 +52,7 @@ def test_values_of_every_type_arrive() -> None:
         ({"inner": {"pair": [1.0]}}, "inner.pair is [1.0]; expected a list of 2: a number, a number"),
     ],
 )
-def test_errors_name_key_value_and_what_is_expected(table: dict[str, Any], says: str) -> None:
+def test_errors_name_key_value_and_the_expected_type(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
         read(Outer, table)
-    assert str(error.value) == says
+    assert str(error.value) == message

@@ -1,4 +1,4 @@
-"""Signals as questions."""
+"""Signals as flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeropp.tools.train.stop import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_remembered_and_does_nothing_else(number: signal.Signals) -> None:
+def test_a_signal_is_recorded_and_does_not_stop_the_process(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert stop.received is None

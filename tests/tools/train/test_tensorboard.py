@@ -1,4 +1,4 @@
-"""Figures for TensorBoard, read back with its own reader."""
+"""TensorBoard's files, read back with its reader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write(folder: Path, first: int, last: int, loss: float) -> None:
     board.close()
 
 
-def test_a_resumed_run_hides_the_steps_that_it_does_again(tmp_path: Path) -> None:
+def test_a_resumed_run_hides_the_steps_that_it_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     write(tmp_path, 1, 6, loss=1.0)

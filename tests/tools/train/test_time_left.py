@@ -1,4 +1,4 @@
-"""The time left of a job: expected at first, then by its own pace."""
+"""The estimate of the time left: expected times first, then the measured pace."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PARTS = {"first": Part(10, 8.0, 0.2), "second": Part(50, 8.0, 0.6), "third": Par
 
 
 @given(slowness=st.floats(0.2, 20.0))
-def test_the_estimate_follows_the_machine(slowness: float) -> None:
-    """The estimate is between the expected time and the true one, on a machine `slowness` times as slow."""
+def test_the_estimate_adapts_to_the_machine(slowness: float) -> None:
+    """On a machine `slowness` times as slow, the estimate is between the expected time and the true one."""
     now = 0.0
     left = TimeLeft(PARTS, lambda: now)
     total = sum(part.seconds for part in PARTS.values())

@@ -1,4 +1,4 @@
-"""Steps on real ranks: what is sent, what is computed, and what stops it."""
+"""Training steps on real ranks: bytes, losses, and divergence."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from tests.ranks import Ranks
 from tests.tools.train.runs import small_run
 from tests.training import local
 from zeropp import Config
-from zeropp.tools.train.config import BatchConfig, OptimizerConfig, Run, ScheduleConfig
+from zeropp.tools.train.config import BatchConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from zeropp.tools.train.trainer import DivergedError, StepResult, Trainer
 from zeropp.tools.train.world import World
 
 
-def some_steps(run: Run, count: int) -> list[StepResult]:
+def some_steps(run: RunConfig, count: int) -> list[StepResult]:
     trainer = Trainer(run, World.current())
     return [trainer.step() for _ in range(count)]
 
 
 def test_gradients_cross_nodes_once_per_step(ranks: Ranks, tmp_path: Path) -> None:
-    """int8 weights and int4 gradients, half of each to the other node: 0.75 bytes a parameter, and scales."""
+    """Half of the int8 weights and int4 gradients go to the other node: 0.75 bytes a parameter, plus
+    scales."""
     run = small_run(tmp_path)
     for micro_batches in (1, 3):
         batch = replace(run.batch, micro_batches=micro_batches)
         steps = ranks.run(some_steps, replace(run, batch=batch), 2)
         assert len(set(map(str, steps[0]))) == 2
         per_node = steps[0][1].across_bytes / 2 / parameters(run)
-        assert 0.75 < per_node < 0.95  # the model is small: padding shows
+        assert 0.75 < per_node < 0.95  # padding is a visible share of such a small model
         assert steps[0][1].wire_bytes > steps[0][1].across_bytes
 
 
-def parameters(run: Run) -> int:
+def parameters(run: RunConfig) -> int:
     width, gpt = run.model.gpt().width, run.model.gpt()
     block = 4 * width**2 + 3 * width * gpt.hidden + 2 * width
     return gpt.layers * block + 2 * gpt.vocab_size * width + width
 
 
-def test_plain_fsdp2_accumulates_in_its_own_way(ranks: Ranks, tmp_path: Path) -> None:
-    """A flat route gathers in every micro-batch; gradients are reduced once, or every time."""
+def test_plain_fsdp2_accumulates_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """A flat route gathers in every micro-batch. It reduces gradients once per step, or in every
+    micro-batch."""
     run = small_run(tmp_path, zeropp=Config.off(node_size=2))
     once = ranks.run(some_steps, run, 3)[0]
     every = ranks.run(some_steps, replace(run, batch=replace(run.batch, sync="micro-batch")), 3)[0]
@@ -51,7 +53,8 @@ def test_plain_fsdp2_accumulates_in_its_own_way(ranks: Ranks, tmp_path: Path) ->
 
 
 def test_micro_batches_add_up_to_one_large_batch(ranks: Ranks, tmp_path: Path) -> None:
-    """Two ranks with one sequence and two micro-batches see, in another order, what one batch of four is."""
+    """Two ranks with two micro-batches of one sequence read the same four sequences as with one micro-batch
+    of two, in another order."""
     run = small_run(tmp_path, zeropp=Config.off(node_size=1))
     small = replace(run, batch=BatchConfig(sequence=32, size=1, micro_batches=2))
     large = replace(run, batch=BatchConfig(sequence=32, size=2, micro_batches=1))
@@ -60,8 +63,8 @@ def test_micro_batches_add_up_to_one_large_batch(ranks: Ranks, tmp_path: Path) -
     assert [s.grad_norm for s in first] == pytest.approx([s.grad_norm for s in second], rel=1e-4)
 
 
-def clipped_norm(run: Run) -> tuple[float, float]:
-    """The norm that is reported, and that of what the optimizer then got."""
+def clipped_norm(run: RunConfig) -> tuple[float, float]:
+    """Return the reported norm and the norm of the gradients in the optimizer's step."""
     trainer = Trainer(run, World.current())
     seen: list[float] = []
 
@@ -81,7 +84,7 @@ def test_clipping(ranks: Ranks, tmp_path: Path, clip_norm: float) -> None:
     assert applied == pytest.approx(clip_norm or reported, rel=1e-4)
 
 
-def evaluate_between_steps(run: Run) -> list[float]:
+def evaluate_between_steps(run: RunConfig) -> list[float]:
     trainer = Trainer(run, World.current())
     before = trainer.evaluate()
     losses = [trainer.step().loss for _ in range(10)]
@@ -97,8 +100,8 @@ def test_evaluation_sees_the_trained_weights(ranks: Ranks, tmp_path: Path) -> No
     assert after < 0.95 * before
 
 
-def poison(run: Run) -> tuple[str, bool]:
-    """A weight of one rank becomes infinite; all ranks must stop, with their weights untouched."""
+def poison(run: RunConfig) -> tuple[str, bool]:
+    """Make a weight of one rank infinite. Return the error, and whether this rank's weights are unchanged."""
     trainer = Trainer(run, World.current())
     trainer.step()
     weight = next(iter(trainer.model.parameters()))

@@ -1,4 +1,4 @@
-"""Ranks that agree."""
+"""Collectives of a world, and seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def agree() -> tuple[list[float], list[float], int]:
     return (
         world.sum(world.rank, torch.tensor(0.5)),
         world.max(world.rank, -world.rank),
-        world.from_first(7 + world.rank),
+        world.broadcast_from_first(7 + world.rank),
     )
 
 
@@ -25,22 +25,22 @@ def test_all_ranks_get_the_same_sums(ranks: Ranks) -> None:
 
 
 def share_work(path: Path) -> str:
-    """The first rank cannot make a folder where a file is."""
+    """Run work on the first rank. The second piece of work fails: it makes a folder where a file is."""
     world, done = World.current(), []
-    world.first_does(lambda: done.append(1))
+    world.run_on_first(lambda: done.append(1))
     assert done == [1] * world.is_first
     with pytest.raises(FileExistsError) as error:
-        world.first_does(path.mkdir)
+        world.run_on_first(path.mkdir)
     return str(error.value)
 
 
-def test_what_fails_on_the_first_rank_fails_on_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_error_on_the_first_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     assert ranks.run(share_work, path, world=3) == [f"[Errno 17] File exists: '{path}'"] * 3
 
 
-def test_without_torchrun_a_process_is_a_world_of_its_own() -> None:
+def test_a_process_without_torchrun_is_a_world_of_one_rank() -> None:
     with join_world(timeout_seconds=HANG_SECONDS) as world:
         assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
         assert world.sum(2.0) == [2.0]

@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
     page = options.folder / "report.html"
     check_file(page)
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
-    with demo.find_place(options.link) as launcher:
-        lab = launcher if isinstance(launcher, demo.Lab) else None
+    with demo.open_launcher(options.link) as launcher:
+        lab = launcher if isinstance(launcher, demo.LabLauncher) else None
         auto = lab if options.link == demo.AUTO else None
         parts = demo.expected_parts(options.steps, chooses_link=auto is not None)
         folders = demo.make_folders(options.folder, parts)

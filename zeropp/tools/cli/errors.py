@@ -47,7 +47,7 @@ def _prints_errors() -> bool:
         return is_first_of_node()
     from ..train.world import World
 
-    return World.current().is_to_tell()
+    return World.current().claim_error_report()
 
 
 def _message(error: Exception) -> str:

@@ -12,11 +12,11 @@ import tyro
 
 from ... import Config
 from ..atomic_files import make_folder
-from ..train.config import Preset, Run, read_run, read_toml
+from ..train.config import Preset, RunConfig, read_run, read_toml
 from ..train.loop import train
 from ..train.metrics import MetricsFile
 from ..train.progress import make_progress
-from ..train.run_events import Listener
+from ..train.run_events import RunListener
 from ..train.world import join_world
 from .options import read_options
 
@@ -38,20 +38,20 @@ class Options:
     preset: Preset | None = None
     """Preset of zeropp's Config, which replaces the preset of the file. The options --zeropp.* change the
     Config. "auto" tries several Configs in the first steps, and uses the fastest."""
-    run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=Run)
+    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 
 def main(arguments: list[str]) -> int:
     run = parse(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")  # zeropp's begin with "zeropp:"
     with join_world(run.timeout_seconds) as world:
-        listeners: list[Listener] = []
-        world.first_does(lambda: listeners.extend(_listeners(run)))
+        listeners: list[RunListener] = []
+        world.run_on_first(lambda: listeners.extend(_listeners(run)))
         summary = train(run, world, listeners)
     return 0 if summary.is_complete else STOPPED
 
 
-def parse(arguments: list[str]) -> Run:
+def parse(arguments: list[str]) -> RunConfig:
     """Return the run of a command line."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path, nargs="?")  # `read_options` below reports errors
@@ -69,10 +69,10 @@ def parse(arguments: list[str]) -> Run:
     return replace(run, zeropp="auto") if is_auto else run
 
 
-def _listeners(run: Run) -> list[Listener]:
+def _listeners(run: RunConfig) -> list[RunListener]:
     """Create the folder of the run, and return the listeners of its events, on the first rank."""
     make_folder(run.folder)
-    listeners: list[Listener] = [MetricsFile(run.folder), make_progress(run.steps, run.logging.every)]
+    listeners: list[RunListener] = [MetricsFile(run.folder), make_progress(run.steps, run.logging.every)]
     if run.logging.tensorboard:
         from ..train.tensorboard import TensorBoard
 

@@ -1,1 +1,1 @@
-"""Models to train and to plan for: our own GPT, Hugging Face's, and how both are sharded."""
+"""Models to train and to plan for: our own GPT and Hugging Face's causal LMs, and their sharding."""

@@ -1,14 +1,16 @@
-"""A compact GPT: RMSNorm, rotary positions, SwiGLU, `scaled_dot_product_attention`. Llama's arithmetic, so
-that `tools/train/export.py` can write it as a Llama by renaming parameters. The benchmark trains its other
-architecture, closer to GPT-2: `GPTConfig.architecture`.
+"""A compact GPT: RMSNorm, rotary positions, SwiGLU, `scaled_dot_product_attention`.
+
+It has Llama's arithmetic, so `tools/train/export.py` exports it as a Llama by renaming parameters. The
+benchmark trains its other architecture, which is closer to GPT-2: `GPTConfig.architecture`.
 
 [Note: Weights from a seed]
-Every parameter has a random generator of its own, made from the seed and the parameter's place in the
-model, and is drawn whole before a rank keeps its shard. So the weights depend on the configuration and the
-seed, and not on the number of ranks, and a model built on the meta device and sharded there, which never
-exists in one place, gets the same weights as one built whole. They do depend on the kind of device: CPU and
-GPU generators differ. With architecture="gpt2" one generator draws all parameters, one after the other, and
-every rank draws all of them: the weights are those that torch's own layers have after `torch.manual_seed`.
+Each parameter has a separate random generator, seeded with the seed and the parameter's index in the model. A
+rank draws the whole parameter and keeps its shard. So the weights depend on the configuration and the seed,
+but not on the number of ranks. A model that is sharded on the meta device gets the same weights as a model
+built on one device. CPU and GPU generators differ, so the weights depend on the type of device.
+
+With architecture="gpt2", one generator draws all parameters in order, on every rank. The weights equal those
+of torch's own layers after `torch.manual_seed`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F  # noqa: N812
 
 INITIAL_STD = 0.02
-HIDDEN_MULTIPLE = 64  # the SwiGLU's width is rounded up to whole tiles of a matrix product
+HIDDEN_MULTIPLE = 64  # the SwiGLU's width is rounded up to a multiple of a matrix product's tile
 Architecture = Literal["llama", "gpt2"]
 
 
@@ -42,23 +44,23 @@ class GPTConfig:
     layers: int
     """Transformer blocks."""
     width: int
-    """Elements of the residual stream."""
+    """Width of the residual stream."""
     heads: int
     """Attention heads of width / heads each."""
     context: int
-    """The longest sequence."""
+    """Maximal sequence length."""
     vocab_size: int = 256
-    """Token ids are below this; 256 is bytes."""
+    """Number of token ids; 256 for bytes."""
     tied: bool = False
-    """One matrix is both the embedding and the head."""
+    """True: the embedding and the head share one matrix."""
     rotary_base: float = 10_000.0
-    """The slowest rotary angle turns once in about 2 pi * rotary_base positions."""
+    """Base of the rotary frequencies: the lowest one has a period of about 2 pi * rotary_base positions."""
     norm_epsilon: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Constant that RMSNorm adds to the mean square."""
     architecture: Architecture = "llama"
     """"llama": rotary positions and a SwiGLU, with GPT-2's small initial weights. "gpt2": learned positions,
-    one product for query, key and value, and a GELU of four times the width, with torch's own initial
-    weights; the benchmark's figures were measured with it. Both have RMSNorm, and no biases."""
+    one matrix for query, key and value, and a GELU of four times the width, with torch's default initial
+    weights; the benchmark's figures were measured with it. Both have RMSNorm and no biases."""
 
     def __post_init__(self) -> None:
         if self.architecture not in get_args(Architecture):
@@ -75,8 +77,8 @@ class GPTConfig:
 
     @property
     def hidden(self) -> int:
-        """Width inside the feed-forward part: 4 times the width for a GELU, 8/3 for a SwiGLU, which has one
-        matrix more. So a block has 12 * width**2 weights in both architectures."""
+        """Width inside the feed-forward layer: 4 times the width for a GELU, 8/3 for a SwiGLU, which has one
+        more matrix. So a block has 12 * width**2 weights in both architectures."""
         if self.architecture == "gpt2":
             return 4 * self.width
         return math.ceil(self.width * 8 / 3 / HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
@@ -89,7 +91,7 @@ SIZES = {
     "1.3B": GPTConfig(layers=24, width=2048, heads=16, context=2048, vocab_size=50304, tied=True),
     "18B": GPTConfig(layers=40, width=6144, heads=32, context=2048, vocab_size=50304, tied=True),
 }
-"""Models by name. All but "tiny", which reads bytes, have GPT-2's vocabulary, padded to a multiple of 128."""
+"""Models by name. "tiny" reads bytes. The others have GPT-2's vocabulary, padded to a multiple of 128."""
 
 
 class Attention(nn.Module):
@@ -114,10 +116,10 @@ class Attention(nn.Module):
 
 
 def apply_rotary(x: Tensor, base: float) -> Tensor:
-    """Rotary positions for `x` [B, H, T, D]: pairs (d, d + D/2) turn by position * base**(-2d/D).
+    """Apply rotary positions to `x` [B, H, T, D]: rotate pairs (d, d + D/2) by position * base**(-2d/D).
 
-    The angles are computed here, in fp32, and not kept: a buffer would have to be filled again after
-    construction on the meta device, and FSDP2's mixed precision would round an argument to bf16.
+    The angles are computed in every call, in fp32. A buffer would be empty after construction on the meta
+    device, and FSDP2's mixed precision would round angles that are passed as an argument to bf16.
     """
     length, width = x.shape[-2:]
     exponents = torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / -width
@@ -174,7 +176,7 @@ class GPT2Block(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector to each position of a sequence."""
+    """Adds a learned vector to each position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -186,7 +188,7 @@ class LearnedPositions(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-token logits from tokens. Built on the meta device, it needs `to_empty` and `reset_parameters`.
+    """Maps tokens to next-token logits. After construction on meta, call `to_empty` and `reset_parameters`.
 
     >>> model = GPT(GPTConfig(layers=1, width=32, heads=2, context=8), seed=1)
     >>> model(torch.zeros(2, 8, dtype=torch.long)).shape
@@ -214,8 +216,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initial weights, for whole and for sharded parameters. [Note: Weights from a seed]"""
-        if self.config.tied:  # here, and not once: `to_empty` gives each name a tensor of its own
+        """Initialize whole or sharded parameters. [Note: Weights from a seed]"""
+        if self.config.tied:  # in every reset: `to_empty` separates the two names
             self.head.weight = self.embedding.weight
         device = self.norm.weight.device
         if device.type == "meta":
@@ -230,22 +232,22 @@ class GPT(nn.Module):
                 _draw_as_torch_does(whole, name, generator)
             else:
                 self._draw(whole, name, generator.manual_seed((self.seed << 20) + index))
-            if isinstance(parameter, DTensor):  # every rank has the whole: nothing is sent
+            if isinstance(parameter, DTensor):  # no communication: every rank has the whole parameter
                 whole = distribute_tensor(
                     whole, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
             parameter.copy_(whole)
 
     def _draw(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
-        """Small weights. What a block adds to the residual stream is scaled down with depth, as in GPT-2, so
-        that the stream's variance does not grow with the number of blocks."""
+        """Draw small weights. As in GPT-2, output projections of blocks get smaller weights in deeper models,
+        so that the variance of the residual stream does not grow with the number of blocks."""
         is_output = name.endswith(".output.weight")
         std = INITIAL_STD / math.sqrt(2 * self.config.layers) if is_output else INITIAL_STD
         whole.normal_(std=std, generator=generator)
 
 
 def _draw_as_torch_does(whole: Tensor, name: str, generator: torch.Generator) -> None:
-    """`nn.Embedding` and `nn.Linear` start like this; learned positions start small."""
+    """Draw the default weights of `nn.Embedding` and `nn.Linear`, and small learned positions."""
     if name == "embedding.weight":
         whole.normal_(generator=generator)
     elif name == "positions.weight":

@@ -1,4 +1,4 @@
-"""The model of a run, ours or Hugging Face's, behind one interface: `model(tokens) -> logits`."""
+"""Load or build a model, ours or Hugging Face's, with one interface: `model(tokens) -> logits`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to train, and how a device runs it.
+    """The model to train, and how a device runs it.
 
     >>> ModelConfig("tiny", layers=2).gpt().layers
     2
@@ -30,28 +30,28 @@ or 'hf:' and a path
     """
 
     source: str = "tiny"
-    """A size of our own GPT ("tiny", "125M", "350M", "1.3B", "18B"), or "hf:" and a local path: a folder with
-    a Hugging Face causal LM, trained further from its weights, or a config.json, trained from random
-    weights."""
+    """A size of our own GPT ("tiny", "125M", "350M", "1.3B", "18B"), or "hf:" and a local path: the folder of
+    a Hugging Face causal LM, to train its weights further, or a config.json, to train from random weights."""
     layers: int | None = None
-    """Blocks, instead of the size's own. This and what follows is for our own GPT only."""
+    """Number of blocks; None: that of the size. This option and those up to `tied` are for our own GPT
+    only."""
     width: int | None = None
-    """Width of the residual stream, instead of the size's own."""
+    """Width of the residual stream; None: that of the size."""
     heads: int | None = None
-    """Attention heads, instead of the size's own."""
+    """Number of attention heads; None: that of the size."""
     context: int | None = None
-    """The longest sequence, instead of the size's own."""
+    """Maximal sequence length; None: that of the size."""
     vocab_size: int | None = None
-    """Token ids are below this, instead of the size's own."""
+    """Number of token ids; None: that of the size."""
     tied: bool | None = None
-    """One matrix for embedding and head, instead of the size's own choice."""
+    """Whether embedding and head share one matrix; None: as in the size."""
     precision: Precision = "auto"
-    """What matrix products are computed in; weights and sums stay fp32. "auto": bf16 on devices that are good
-    at it, else fp32."""
+    """Precision of matrix products; weights and sums are in fp32. "auto": bf16 on devices with fast bf16,
+    else fp32."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of every block, and compute the rest again in backward."""
+    """Store only the inputs of blocks and recompute their activations in backward."""
     compile: bool = False
-    """torch.compile, block by block."""
+    """torch.compile each block."""
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
@@ -67,13 +67,13 @@ or 'hf:' and a path
 
     @property
     def hugging_face(self) -> Path | None:
-        """The path behind "hf:", or None for our own GPT."""
+        """Path after "hf:", or None for our own GPT."""
         if not self.source.startswith(HUGGING_FACE):
             return None
         return Path(self.source.removeprefix(HUGGING_FACE)).expanduser()
 
     def gpt(self) -> GPTConfig:
-        """The shape of our own GPT."""
+        """Return the config of our own GPT."""
         if self.source not in SIZES:
             names = ", ".join(map(repr, SIZES))
             raise ValueError(
@@ -82,23 +82,24 @@ or 'hf:' and a path
         return replace(SIZES[self.source], **self.overrides())
 
     def overrides(self) -> dict[str, Any]:
+        """Return the fields that differ from those of the size."""
         values = {name: getattr(self, name) for name in ("layers", "width", "heads", "context")}
         values |= {"vocab_size": self.vocab_size, "tied": self.tied}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Shape(NamedTuple):
-    """What the trainer must know of a model, whoever wrote it."""
+    """Dimensions of a model, ours or Hugging Face's."""
 
     layers: int
     width: int
     vocab_size: int
     context: int | None
-    """The longest sequence; None where there is no limit."""
+    """Maximal sequence length; None if there is no limit."""
 
 
 class HuggingFaceLM(nn.Module):
-    """A causal LM of `transformers` as a function from tokens to logits."""
+    """A causal LM of `transformers` with our GPT's interface: tokens to logits."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class HuggingFaceLM(nn.Module):
 
 
 def build_model(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> nn.Module:
-    """The whole model on one device, in fp32, the same on every rank. On "meta" it has shapes and no weights.
+    """Return the unsharded model in fp32, the same on every rank. On "meta" it has shapes but no weights.
 
     >>> parameter_count(build_model(ModelConfig("125M"), seed=0, device="meta"))
     123587328
@@ -129,15 +130,16 @@ def _build_hugging_face(path: Path, seed: int, device: torch.device) -> nn.Modul
         raise ValueError(f"'hf:{path}': expected a config.json or a local folder that has one")
     try:
         return _load_hugging_face(path, seed, device)
-    except Exception as error:  # of files that may hold anything
-        said, _, _ = str(error).strip().partition("\n")
-        raise ValueError(f"'hf:{path}' cannot be loaded: {type(error).__name__}: {said}") from error
+    except Exception as error:  # invalid files can raise any type
+        reason, _, _ = str(error).strip().partition("\n")
+        raise ValueError(f"'hf:{path}' cannot be loaded: {type(error).__name__}: {reason}") from error
 
 
 def _load_hugging_face(path: Path, seed: int, device: torch.device) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # None would ask on stdin
+    # trust_remote_code=None would prompt on stdin
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if path.is_dir() and any(path.glob("*.safetensors")) and device.type != "meta":
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, use_safetensors=True, **local
@@ -151,9 +153,9 @@ def _load_hugging_face(path: Path, seed: int, device: torch.device) -> nn.Module
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of any model: the members of the `ModuleList` that holds most of its parameters.
+    """Return the blocks of a model: the members of the `ModuleList` with the most parameters.
 
-    Lists inside blocks (experts, say) hold less than the list of blocks, so they are never taken for it.
+    A list inside a block, such as a list of experts, has fewer parameters than the list of blocks.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = max(lists, key=parameter_count, default=None)
@@ -166,7 +168,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shape_of(model: nn.Module) -> Shape:
-    """The shape of a model that `build_model` made, sharded or not."""
+    """Return the dimensions of a model made by `build_model`, sharded or not."""
     if isinstance(model, GPT):
         return Shape(model.config.layers, model.config.width, model.config.vocab_size, model.config.context)
     assert isinstance(model, HuggingFaceLM)
@@ -176,8 +178,8 @@ def shape_of(model: nn.Module) -> Shape:
 
 
 def check_fits(model: nn.Module, *, sequence: int, vocab_size: int) -> None:
-    """Refuse sequences longer than the model's context, and data with token ids (below `vocab_size`) that
-    it has no embedding for: on a GPU the latter is an assertion inside a kernel, long after the start."""
+    """Raise if `sequence` is longer than the model's context, or if `vocab_size` of the data is larger than
+    the model's. On a GPU, a token id without an embedding would fail later, as an assertion in a kernel."""
     shape = shape_of(model)
     if shape.context is not None and sequence > shape.context:
         raise ValueError(
@@ -192,17 +194,16 @@ def check_fits(model: nn.Module, *, sequence: int, vocab_size: int) -> None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of the whole model, also where this rank holds a shard; tied ones count once."""
+    """Return the number of parameters of the whole model, sharded or not. Tied parameters count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def flops_per_token(model: nn.Module, sequence: int) -> float:
-    """Floating-point operations of forward and backward for one token, as model FLOPs utilisation counts
-    them.
+    """Return the FLOPs of forward and backward per token, as model FLOPs utilisation counts them.
 
-    As in PaLM (arXiv 2204.02311, appendix B): 6 per parameter that a matrix product uses, and 12 * layers *
-    width * sequence for attention, without a discount for its mask. Recomputation does not count. Experts
-    that a token does not visit do, so the figure is too high for mixtures of experts.
+    The formula is PaLM's (arXiv 2204.02311, appendix B): 6 per parameter of a matrix product, plus 12 *
+    layers * width * sequence for attention, without a discount for its mask. Recomputation does not count.
+    All experts count, so the figure is too high for mixtures of experts.
     """
     shape = shape_of(model)
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -1,5 +1,5 @@
-"""FSDP2 on a model: one unit per block and one for the rest, with checkpointing, compilation and
-precision."""
+"""FSDP2 on a model: one unit per block and one for the rest, with activation checkpointing, compilation and
+mixed precision."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger("zeropp")
 
 
 def build_sharded(config: ModelConfig, seed: int, mesh: DeviceMesh) -> nn.Module:
-    """The model of a run, sharded over `mesh`. Our own GPT is sharded before it has weights, so that no
-    rank ever holds it whole; a Hugging Face model is built whole on every rank first."""
+    """Build a model and shard it over `mesh`. Our own GPT is sharded on the meta device, so no rank ever
+    holds the whole model. A Hugging Face model is first built on every rank as a whole."""
     return shard(
         build_model(config, seed, device="meta" if config.hugging_face is None else "cpu"),
         mesh,
@@ -42,19 +42,21 @@ def shard(
     activation_checkpointing: bool = False,
     compile: bool = False,
 ) -> nn.Module:
-    """Shard `model` in place, block by block. A GPT on the meta device gets its weights here.
+    """Shard `model` in place, block by block, and initialize the weights of a GPT on the meta device.
 
-    precision: "fp32"; "bf16": compute in bf16, keep weights and reduce gradients in fp32; "auto": bf16 where
-        `is_good_at_bf16` says so.
-    activation_checkpointing: keep only the inputs of blocks and compute the rest again in backward.
-    compile: compile each block (all blocks share the code), which takes seconds where a whole model takes
-    minutes.
+    Args:
+        precision: "fp32"; "bf16": compute in bf16, with weights and gradient reduction in fp32; "auto": bf16
+        if
+            `has_fast_bf16`, else fp32.
+        activation_checkpointing: store only the inputs of blocks and recompute their activations in backward.
+        compile: compile each block. All blocks share the compiled code, so this takes seconds; compiling the
+            whole model takes minutes.
     """
     device = torch.device(mesh.device_type)
-    has_no_weights = any(parameter.is_meta for parameter in model.parameters())
-    if has_no_weights and not isinstance(model, GPT):
+    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if is_on_meta and not isinstance(model, GPT):
         raise ValueError(
-            f"{type(model).__name__} is on the meta device and only our GPT can fill in its weights; "
+            f"{type(model).__name__} is on the meta device, and only our GPT can be initialized there; "
             "build it on the CPU"
         )
     policy = (
@@ -69,14 +71,14 @@ def shard(
         for block in blocks:
             block.compile()
     shard_blocks(model, blocks, mesh=mesh, mp_policy=policy)
-    if has_no_weights and isinstance(model, GPT):
+    if is_on_meta and isinstance(model, GPT):
         model.to_empty(device=device)
         model.reset_parameters()
     return model
 
 
 def shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
-    """Make each block a unit, and then one of what is left: `fully_shard` with the same options for all."""
+    """Apply `fully_shard` to each block and then to `model` (all other parameters), with the same options."""
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -92,28 +94,29 @@ def _checkpoint_blocks(model: nn.Module) -> None:
 
 
 def _computes_in_bf16(precision: Precision, mesh: DeviceMesh) -> bool:
-    """The same answer on every rank of `mesh`: ranks that gather different dtypes would never meet."""
+    """Return whether to compute in bf16. All ranks of `mesh` agree: gathers of different dtypes would
+    hang."""
     if precision == "fp32":
         return False
     is_safe, why = make_bf16_safe() if mesh.device_type == "cpu" else (True, "")
     if why and os.environ.get("LOCAL_RANK", "0") == "0":  # one line per node
         logger.warning("zeropp: %s", why)
     device = torch.device(mesh.device_type)
-    votes = torch.tensor([is_safe, is_safe and is_good_at_bf16(device)], dtype=torch.int32, device=device)
+    votes = torch.tensor([is_safe, is_safe and has_fast_bf16(device)], dtype=torch.int32, device=device)
     for dim in range(mesh.ndim):
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=mesh.get_group(dim))
-    all_are_safe, all_are_good = votes.tolist()
+    all_are_safe, all_are_fast = votes.tolist()
     if precision == "bf16" and not all_are_safe:
-        why = why or "a product in bf16 ends the process on another rank"
+        why = why or "a matrix product in bf16 would crash another rank"
         raise ValueError(f"precision is 'bf16'; {why}; use 'fp32'")
-    return bool(all_are_safe if precision == "bf16" else all_are_good)
+    return bool(all_are_safe if precision == "bf16" else all_are_fast)
 
 
-def is_good_at_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bf16 are faster than in fp32, by what the device says of itself.
+def has_fast_bf16(device: torch.device) -> bool:
+    """Return whether the device reports instructions that make bf16 matrix products faster than fp32.
 
-    CPUs without instructions for bf16 emulate it, many times slower than fp32. AMX counts unless oneDNN is
-    capped below it: see tools/amx.py.
+    CPUs without such instructions emulate bf16, which is many times slower than fp32. AMX counts unless
+    oneDNN is capped below it: see tools/amx.py.
     """
     if device.type == "cpu":
         names = ["avx512_bf16", "sve_bf16"]

@@ -1,1 +1,2 @@
-"""The reference trainer: from data to checkpoint, on FSDP2 with zeropp. `zeropp train` is its command."""
+"""The reference trainer: data, model, training loop and checkpoints, on FSDP2 with zeropp. `zeropp train`
+runs it."""

@@ -1,9 +1,9 @@
-"""A run that goes on from an older checkpoint than its last leaves a branch behind, which is kept apart.
+"""Branches: when a run resumes from an older checkpoint than its last one, the later steps move to a branch.
 
-    FOLDER/branch-1/metrics.jsonl        the run as it was, to its end
-    FOLDER/branch-1/checkpoints/         those after the step that the new run goes on from
+    FOLDER/branch-1/metrics.jsonl        all steps of the earlier run
+    FOLDER/branch-1/checkpoints/         checkpoints after the step at which the new run resumes
 
-The branch is a run folder of its own, for `zeropp compare` and for `--folder FOLDER/branch-1 --resume auto`.
+A branch is a complete run folder: `zeropp compare` and `--folder FOLDER/branch-1 --resume auto` accept it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from .metrics import FILE_NAME
 
 
 def keep_branch(folder: Path, checkpoint: Path, step: int) -> Path | None:
-    """Move what `folder` has beyond `checkpoint`, saved after `step`, to a branch; None if there is nothing.
+    """Move the part of the run in `folder` that comes after `checkpoint` (of step `step`) to a branch.
 
-    If the checkpoint is one of another folder, this is all that there is: of another run."""
+    Return the branch, or None if no part comes after it. If `checkpoint` belongs to another folder,
+    everything in `folder` belongs to another run and moves."""
     checkpoints = folder / CHECKPOINTS
     is_own = checkpoint.resolve().parent == checkpoints.resolve()
-    left = [found for found in steps_in(checkpoints) if found > step or not is_own]
+    later_steps = [found for found in steps_in(checkpoints) if found > step or not is_own]
     metrics = folder / FILE_NAME
-    if not left and (is_own or not metrics.exists()):
+    if not later_steps and (is_own or not metrics.exists()):
         return None
     branch = next(path for n in count(1) if not (path := folder / f"branch-{n}").exists())
     (branch / CHECKPOINTS).mkdir(parents=True)
-    for found in left:
+    for found in later_steps:
         (checkpoints / name_of(found)).rename(branch / CHECKPOINTS / name_of(found))
     if metrics.exists():
-        shutil.copy2(metrics, branch / FILE_NAME)
+        shutil.copy2(metrics, branch / FILE_NAME)  # a copy: the resumed run keeps its steps up to `step`
         if not is_own:
             metrics.unlink()
     return branch

@@ -1,6 +1,6 @@
-"""What to train, and how: one tree of frozen dataclasses. `Run()` is the tiny default.
+"""The configuration of a training run: a tree of frozen dataclasses. `RunConfig()` trains a tiny GPT.
 
-From a TOML file with `read_toml`, from the command line with `zeropp train`, where every field is an option:
+`read_toml` reads it from a TOML file. `zeropp train` has an option for every field, such as
 `--optimizer.learning-rate 1e-3`.
 """
 
@@ -26,18 +26,18 @@ Preset = Literal[PresetName, "auto"]
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How much a step reads: tokens per step = ranks x micro_batches x size x sequence."""
+    """The size of a batch: tokens per step = ranks x micro_batches x size x sequence."""
 
     sequence: int = 128
-    """Tokens that the model sees at once."""
+    """Tokens per sequence."""
     size: int = 4
     """Sequences per rank and micro-batch."""
     micro_batches: int = 2
     """Backward passes per optimizer step."""
     sync: Literal["step", "micro-batch"] = "step"
-    """When gradients cross nodes. "step": once, in the last micro-batch; until then zeropp adds up inside
-    the node, and plain FSDP2 (a flat route) keeps gradients of the whole model on every rank.
-    "micro-batch": every time, which needs least memory."""
+    """When gradients cross nodes. "step": once, in the last micro-batch. Until then zeropp accumulates inside
+    the node, and plain FSDP2 (a flat route) holds gradients of the whole model on every rank.
+    "micro-batch": in every micro-batch, which needs the least memory."""
 
     def __post_init__(self) -> None:
         _check_positive("batch", self, "sequence", "size", "micro_batches")
@@ -48,13 +48,13 @@ class OptimizerConfig:
     """AdamW."""
 
     learning_rate: float = 2e-3
-    """The largest learning rate: right after the warmup."""
+    """Peak learning rate, reached at the end of the warmup."""
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.1
-    """Decay of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0: never."""
+    """Norm to which larger gradients are scaled down; 0: no clipping."""
 
     def __post_init__(self) -> None:
         _check_positive("optimizer", self, "learning_rate", "epsilon")
@@ -66,19 +66,19 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate: a linear warmup, then a cosine down to the last step."""
+    """The learning rate's schedule: a linear warmup, then a cosine decay until the last step."""
 
     warmup_steps: int = 20
     final_fraction: float = 0.1
-    """Learning rate of the last step, as a share of the peak."""
+    """Learning rate of the last step, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         _check("schedule.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "a number of steps")
         inside = 0.0 <= self.final_fraction <= 1.0
-        _check("schedule.final_fraction", self.final_fraction, inside, "a share from 0 to 1")
+        _check("schedule.final_fraction", self.final_fraction, inside, "a fraction from 0 to 1")
 
     def learning_rate(self, step: int, steps: int, peak: float) -> float:
-        """The rate of step 1, 2, ..., `steps`: up in a line to `peak`, then down a cosine.
+        """Return the rate of `step`, which counts from 1 to `steps`.
 
         >>> schedule = ScheduleConfig(warmup_steps=2, final_fraction=0.1)
         >>> [round(schedule.learning_rate(step, 6, 1.0), 3) for step in range(1, 7)]
@@ -93,12 +93,12 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Written beside the training, to FOLDER/checkpoints; also at the end, and when the run is stopped."""
+    """Checkpoints in FOLDER/checkpoints, every few steps, at the end, and when the run is stopped."""
 
     every: int = 100
-    """Steps between two; 0: only at the end."""
+    """Steps between two checkpoints; 0: only at the end."""
     keep: int = 2
-    """How many stay; older ones are removed."""
+    """Number of checkpoints to keep; older ones are removed."""
 
     def __post_init__(self) -> None:
         _check("checkpoint.every", self.every, self.every >= 0, "a number of steps, or 0 for none on the way")
@@ -107,10 +107,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The loss on data that is not trained on."""
+    """The loss on held-out data."""
 
     every: int = 50
-    """Steps between two; 0: only at the end."""
+    """Steps between two evaluations; 0: only at the end."""
     batches: int = 8
     """Micro-batches per rank."""
 
@@ -121,14 +121,14 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """FOLDER/metrics.jsonl has every step, always."""
+    """Output besides FOLDER/metrics.jsonl, which always has every step."""
 
     every: int = 10
-    """Steps between two printed lines, where there is no terminal."""
+    """Steps between two printed lines, if the output is not a terminal."""
     tensorboard: bool = False
-    """Write FOLDER/tensorboard, too (needs the extra `tensorboard`)."""
+    """Also write FOLDER/tensorboard (needs the extra `tensorboard`)."""
     peak_tflops: float = 0.0
-    """Peak of one device, for the model FLOPs utilisation; 0: from a list of known devices, or left out."""
+    """Peak of one device, for the model FLOPs utilisation; 0: from a list of known devices."""
 
     def __post_init__(self) -> None:
         _check_positive("logging", self, "every")
@@ -136,28 +136,28 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunConfig:
     """One training run."""
 
     folder: Path = Path("runs/train")
-    """Where metrics and checkpoints go; all nodes must see the same folder."""
+    """Folder of metrics and checkpoints, on a file system that all nodes share."""
     steps: int = 250
     """Optimizer steps."""
     seed: int = 0
-    """Decides the first weights, the order of the data, and whatever else is random."""
+    """Seed of the initial weights, the order of the data, and all other random numbers."""
     resume: str = "auto"
-    """"auto": go on from the last whole checkpoint in `folder`, if there is one. "never": start anew, where
-    there is no checkpoint yet. Or the folder of a checkpoint."""
+    """"auto": resume from the last complete checkpoint in `folder`, or start if there is none. "never":
+    start, and refuse a folder that has checkpoints. Or the folder of a checkpoint."""
     timeout_seconds: float = 600.0
-    """After which a rank that waits for others gives up."""
+    """Seconds until a collective that waits for another rank fails."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Which model, and how a device runs it."""
+    """The model, and how a device runs it."""
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     zeropp: Annotated[Config | Literal["auto"], tyro.conf.AvoidSubcommands] = field(default_factory=Config)
-    """What zeropp sends; "auto": what it finds to be fastest in the first steps."""
+    """zeropp's Config, or "auto": the Config that is fastest in the first steps."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -165,11 +165,11 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("steps", "timeout_seconds"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "a positive number")
-        _check("seed", self.seed, self.seed >= 0, "a number from 0")
+        _check("seed", self.seed, self.seed >= 0, "0 or a positive number")
 
 
-def read_run(values: Mapping[str, Any], preset: Preset | None = None) -> Run:
-    """A Run from nested tables. `[zeropp]` may name a preset, which its other keys change:
+def read_run(values: Mapping[str, Any], preset: Preset | None = None) -> RunConfig:
+    """Return a RunConfig from nested tables. `[zeropp]` may name a preset, which its other keys change:
 
     >>> read_run({"steps": 10, "zeropp": {"preset": "paper", "block_size": 256}}).zeropp.gradients_in_node
     'int4'
@@ -189,20 +189,20 @@ weight_decay, clip_norm
     if name == "auto":
         if changes:
             raise ValueError(
-                f"zeropp.{next(iter(changes))} is given with preset 'auto', which chooses a Config by "
-                "itself; choose another preset, or leave the key out"
+                f"zeropp.{next(iter(changes))} is given with preset 'auto', which chooses the whole Config; "
+                "choose another preset, or leave the key out"
             )
-        return read(Run, table | {"zeropp": name})
+        return read(RunConfig, table | {"zeropp": name})
     if name not in PRESETS:
         raise ValueError(f"zeropp.preset is {name!r}; expected one of {', '.join(get_args(Preset))}")
     known = [f.name for f in fields(Config)]
     if unknown := [key for key in changes if key not in known]:
         raise ValueError(f"zeropp.{unknown[0]} is not a key; expected one of {', '.join(['preset', *known])}")
-    return read(Run, table | {"zeropp": PRESETS[name](**changes)})
+    return read(RunConfig, table | {"zeropp": PRESETS[name](**changes)})
 
 
-def read_toml(path: Path, preset: Preset | None = None) -> Run:
-    """A Run from a TOML file; what the file does not say has its default."""
+def read_toml(path: Path, preset: Preset | None = None) -> RunConfig:
+    """Return a RunConfig from a TOML file; keys that the file leaves out have their defaults."""
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:

@@ -1,5 +1,4 @@
-"""A shuffled order that is computed, not stored: the n-th of `size` samples, for any n, in constant
-memory."""
+"""A pseudorandom permutation in constant memory: the n-th element is computed, not stored."""
 
 from __future__ import annotations
 
@@ -9,11 +8,11 @@ ROUNDS = 4
 
 
 class Shuffle:
-    """A permutation of 0 .. size - 1, chosen by `key`.
+    """A permutation of 0 .. size - 1 that depends on `key`.
 
-    A Feistel network permutes the 2 * `bits`-bit numbers; one that lands outside of the range is sent
-    through again until it lands inside ("cycle walking"), which permutes the range. Twice on average, four
-    times at most.
+    A Feistel network permutes all numbers of 2 * `_bits` bits, up to four times as many as `size`. A result
+    outside of the range goes through the network again until it is inside ("cycle walking"), so the range is
+    permuted, too. A lookup takes about two passes for an average `size`, and four for the worst one.
 
     >>> order = Shuffle(5, "seed 0, epoch 0")
     >>> sorted(order[n] for n in range(5))
@@ -22,7 +21,7 @@ class Shuffle:
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
-        self._bits = max(1, ((size - 1).bit_length() + 1) // 2)  # of each half
+        self._bits = max(1, ((size - 1).bit_length() + 1) // 2)  # bits of each half of the Feistel network
         self._key = blake2b(key.encode(), digest_size=16).digest()
 
     def __getitem__(self, n: int) -> int:

@@ -1,5 +1,5 @@
-"""Where tokens come from: documents (files, rows of a dataset), read as one long stream that nobody holds
-in memory."""
+"""Sources of tokens: documents (files, or rows of a dataset), read as one stream that is never in memory as a
+whole."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.integer[Any]]
 
-# Parts of the standard library that distributions package separately; without them the text is the same
-# everywhere.
-SPLIT_OFF = {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle", "turtledemo"}
+# Some distributions package these modules separately. Without them, the text is the same on every machine.
+OPTIONAL_MODULES = {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle", "turtledemo"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 OPEN_FILES = 64  # memory maps that stay open
-READ_ROWS = 1000  # of a dataset at once, when adding up lengths
-SCAN_TOKENS = 1 << 24  # read at once when looking for the largest token id
+ROWS_PER_READ = 1000  # rows of a dataset whose lengths are read in one go
+TOKENS_PER_SCAN = 1 << 24  # tokens per read in the search for the largest id
 
 
 class Documents(Protocol):
@@ -31,7 +30,7 @@ class Documents(Protocol):
 
     lengths: npt.NDArray[np.int64]
     is_text: bool
-    """Tokens are bytes, below 256."""
+    """True if tokens are bytes (below 256)."""
 
     def __getitem__(self, index: int, /) -> Tokens: ...
 
@@ -62,11 +61,11 @@ class TokenFiles:
             try:
                 tokens = self._open(index)  # np.load refuses pickled objects
             except (OSError, ValueError, EOFError):
-                raise ValueError(f"{file} cannot be read; expected token ids that np.save wrote") from None
+                raise ValueError(f"{file} cannot be read; expected token ids written by np.save") from None
             if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
                 raise ValueError(
-                    f"{file} holds {tokens.dtype} of shape {tokens.shape}; expected token ids: integers in "
-                    "one dimension"
+                    f"{file} contains {tokens.dtype} of shape {tokens.shape}; expected token ids: integers "
+                    "in one dimension"
                 )
         self.lengths = np.array([len(self._open(index)) for index in range(len(files))], np.int64)
 
@@ -75,7 +74,7 @@ class TokenFiles:
 
 
 class DatasetRows:
-    """Rows of a Hugging Face dataset on disk: token ids from column `input_ids`, or else bytes from
+    """Rows of a Hugging Face dataset on disk: token ids of the column `input_ids`, or else bytes of
     `text`."""
 
     def __init__(self, folder: Path) -> None:
@@ -88,16 +87,15 @@ class DatasetRows:
 
         try:
             dataset = load_from_disk(folder)
-        except Exception as error:  # of files that may hold anything
-            said, _, _ = str(error).strip().partition("\n")
+        except Exception as error:  # damaged files can raise any type
+            reason, _, _ = str(error).strip().partition("\n")
             raise ValueError(
-                f"'hf:{folder}' cannot be read ({said}); expected a folder that a dataset was saved to with "
-                "save_to_disk"
+                f"'hf:{folder}' cannot be read ({reason}); expected a folder written by Dataset.save_to_disk"
             ) from error
         if not isinstance(dataset, Dataset):
             raise ValueError(
-                f"'hf:{folder}' holds the splits {', '.join(dataset)}; name the folder of one, such as "
-                f"'hf:{folder / next(iter(dataset))}'"
+                f"'hf:{folder}' contains the splits {', '.join(dataset)}; expected the folder of one split, "
+                f"such as 'hf:{folder / next(iter(dataset))}'"
             )
         self.is_text = "input_ids" not in dataset.column_names
         self._column = "text" if self.is_text else "input_ids"
@@ -108,7 +106,7 @@ class DatasetRows:
             )
         self._rows = dataset.select_columns([self._column]).with_format("arrow")
         length_of = arrow.binary_length if self.is_text else arrow.list_value_length
-        tables = self._rows.iter(batch_size=READ_ROWS)
+        tables = self._rows.iter(batch_size=ROWS_PER_READ)
         parts = [length_of(table[self._column]).to_numpy() for table in tables]
         self.lengths = np.concatenate([np.empty(0, np.int64), *parts])
 
@@ -120,17 +118,18 @@ class DatasetRows:
 
 
 class Stream:
-    """All documents, one after the other, as one sequence of tokens."""
+    """All documents, concatenated into one sequence of tokens."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
-        self._starts = np.concatenate([[0], np.cumsum(documents.lengths)])  # and where the last one ends
+        # [documents + 1]; the last element is the end of the last document
+        self._starts = np.concatenate([[0], np.cumsum(documents.lengths)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens start .. stop - 1."""
+        """Return tokens start .. stop - 1."""
         tokens = np.empty(stop - start, np.int64)
         filled, index = 0, bisect_right(self._starts, start) - 1
         while filled < len(tokens):
@@ -142,13 +141,13 @@ class Stream:
         return tokens
 
     def largest(self) -> int:
-        """The largest token id, from reading everything."""
-        starts = range(0, len(self), SCAN_TOKENS)
-        return max(int(self.read(start, min(start + SCAN_TOKENS, len(self))).max()) for start in starts)
+        """Return the largest token id. Reads the whole stream."""
+        starts = range(0, len(self), TOKENS_PER_SCAN)
+        return max(int(self.read(start, min(start + TOKENS_PER_SCAN, len(self))).max()) for start in starts)
 
 
 def open_documents(source: str) -> Documents:
-    """The documents that `DataConfig.source` names, in an order that is the same everywhere."""
+    """Return the documents of `DataConfig.source`, in the same order on every machine."""
     if source == "stdlib":
         return TextFiles(standard_library())
     if source.startswith("hf:"):
@@ -163,24 +162,24 @@ def open_documents(source: str) -> Documents:
     if token_files and len(token_files) < len(files):
         other = next(file for file in files if file.suffix != ".npy")
         raise ValueError(
-            f"{path} holds tokens ({token_files[0].name}) and text ({other.name}); separate them"
+            f"{path} contains tokens ({token_files[0].name}) and text ({other.name}); expected one of the "
+            "two: separate them"
         )
     return TokenFiles(files) if token_files else TextFiles(files)
 
 
 def standard_library() -> list[Path]:
-    """The sources of Python's standard library, without what some distributions leave out: tests and
-    tools."""
+    """Return the source files of Python's standard library, without tests and `OPTIONAL_MODULES`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for name in sorted(sys.stdlib_module_names - SPLIT_OFF):
+    for name in sorted(sys.stdlib_module_names - OPTIONAL_MODULES):
         files += [file for file in (root / f"{name}.py",) if file.is_file()]
         files += _files_in(root / name, "*.py")
     return [file for file in files if not TEST_FOLDERS.intersection(file.relative_to(root).parts)]
 
 
 def _files_in(folder: Path, pattern: str = "*") -> list[Path]:
-    """Files at any depth, but none that are hidden."""
+    """Return all files in `folder`, at any depth, except hidden ones."""
     files = (file.relative_to(folder) for file in folder.rglob(pattern) if file.is_file())
-    seen = [file for file in files if not any(part.startswith(".") for part in file.parts)]
-    return [folder / file for file in sorted(seen, key=Path.as_posix)]
+    visible = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+    return [folder / file for file in sorted(visible, key=Path.as_posix)]

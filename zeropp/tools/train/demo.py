@@ -1,14 +1,14 @@
-"""The demonstration: one GPT trained twice in the same way, with plain FSDP2 and with zeropp.
+"""The demonstration: one GPT trained twice with the same data and seed, with plain FSDP2 and with zeropp.
 
-Two nodes of two ranks: a lab of network namespaces where the machine allows it; else local ranks play them.
+It has two nodes of two ranks: network namespaces (a lab) if the machine allows them, else local ranks.
 
 [Note: Link of the demonstration]
 The speedup depends on the share of a step that waits for the network. At a fixed rate, a slow machine
-computes for most of a step, and a fast one waits for most of it. So `choose_link` measures plain FSDP2 on
-open links and sets the rate at which communication takes `SHARE` of its step, the regime of the ZeRO++ paper.
-gloo does not overlap plain FSDP2's communication with compute: a step takes the open step plus the time on
-the line. The measurement is a short run before the others, so both compared runs have one link for all their
-steps.
+computes for most of a step, and a fast machine waits for most of it. So `choose_link` measures plain FSDP2 on
+links without a limit and sets the rate at which communication takes `WAITING_SHARE` of its step, as in the
+ZeRO++ paper. gloo does not overlap plain FSDP2's communication with compute, so a step takes the time without
+a limit plus the time on the link. The measurement is a short run before the two compared runs, which then
+have the same link in all steps.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from .time_left import Part
 
 NODES, RANKS_PER_NODE = 2, 2
 OPEN_LINKS = "open links"
-"""The name of the run that measures a step of plain FSDP2 without a limit on links."""
+"""Name of the run that measures a step of plain FSDP2 on links without a limit."""
 OPEN_STEPS = 12
 RUNS: dict[str, Preset] = {"plain FSDP2": "fsdp2", "zeropp": "default"}
-"""Names of the two runs, and what they send."""
-SHARE = 0.7
+"""Names of the two compared runs and their presets."""
+WAITING_SHARE = 0.7
 """Share of plain FSDP2's step that is communication; [Note: Link of the demonstration]."""
 AUTO = "auto"
 SIZE = (
     *("--model.layers", "2", "--model.width", "128", "--model.heads", "4", "--batch.sequence", "64"),
     *("--evaluation.every", "30"),
 )
-"""About 0.5M parameters, for two cores that four ranks share; the same on all machines, to compare losses."""
+"""About 0.5M parameters, for four ranks on two cores. It is fixed, so losses of different machines
+compare."""
 PRECISION = ("--model.precision", "fp32")
-"""Some CPUs compute in bf16, and FSDP2 sends what it computes with: the table must say the same on all."""
+"""FSDP2 sends weights in the precision of compute, which "auto" chooses by CPU. With fp32, the bytes in the
+table are the same on every machine."""
 START_SECONDS, OPEN_STEP_SECONDS = 10.0, 0.18
-"""First guess of the time left: a job without its steps, and a step on open links. Roughly those of an Intel
-Xeon with two cores; `TimeLeft` corrects them."""
+"""First estimates: the start of a job, and a step on links without a limit. They are roughly those of an
+Intel Xeon with two cores; `TimeLeft` corrects them."""
 
 MARK = ".zeropp-demo"
-"""A file in each folder that a demonstration has made."""
+"""Name of a file that marks a folder as made by the demonstration, so that it may be deleted."""
 
 Progress = Callable[[str, int], None]
-"""Called with the name of a run and the number of its steps that are done."""
+"""A function that is called with the name of a run and the number of its completed steps."""
 
 
 @dataclass(frozen=True)
@@ -61,33 +63,36 @@ class OpenStep:
 
     seconds: float
     node_bytes: float
-    """Sent by each node."""
+    """Bytes that each node sends to the other."""
 
     @property
     def link(self) -> str:
-        """The rate at which communication takes `SHARE` of the step, within the rates of a lab.
+        """Rate at which communication takes `WAITING_SHARE` of the step, within the rates of a lab.
 
         >>> OpenStep(seconds=0.3, node_bytes=10_000_000).link  # 80 Mbit in 0.7 seconds
         '114mbit'
         """
-        line_seconds = self.seconds * SHARE / (1 - SHARE)
+        line_seconds = self.seconds * WAITING_SHARE / (1 - WAITING_SHARE)
         rate_bit_s = round(8 * self.node_bytes / line_seconds)
         return format_rate(min(max(rate_bit_s, MIN_RATE_BIT_S), MAX_RATE_BIT_S))
 
     def explain(self) -> str:
-        """Which link, and why."""
+        """Return a sentence with the chosen rate and its reason."""
         return (
-            f"chose {self.link} links, on which plain FSDP2 waits for about {SHARE:.0%} of its step: on open "
-            f"links, a step takes {self.seconds:.3f} seconds and sends {size(self.node_bytes)} from each node"
+            f"chose {self.link} links, on which plain FSDP2 waits for about {WAITING_SHARE:.0%} of its step: "
+            f"on links without a limit, a step takes {self.seconds:.3f} seconds and each node sends "
+            f"{size(self.node_bytes)}"
         )
 
     def waiting_share(self, run: Metrics) -> float:
-        """Share of the run's median step that the open step does not have."""
+        """Return the share of the run's median step that goes beyond a step without a limit on links."""
         return max(0.0, 1 - self.seconds / median_seconds(run))
 
 
 @dataclass
-class Lab:
+class LabLauncher:
+    """torchrun in the nodes of a lab."""
+
     cluster: Cluster
 
     @property
@@ -100,11 +105,11 @@ class Lab:
 
 
 @dataclass
-class LocalRanks:
-    """torchrun on this machine; zeropp is told that two ranks make a node."""
+class LocalLauncher:
+    """torchrun on this machine, with two ranks per simulated node."""
 
     why: str
-    """There is no lab."""
+    """Reason why there is no lab."""
 
     @property
     def description(self) -> str:
@@ -119,28 +124,29 @@ class LocalRanks:
             Job([command], ranks, rank_environment({}), folder).wait(each_second=each_second).check()
 
 
-Place = Lab | LocalRanks
+Launcher = LabLauncher | LocalLauncher
 
 
 @contextlib.contextmanager
-def find_place(link: str) -> Iterator[Place]:
-    """A lab, or else local ranks. With the link "auto", the lab's links are open until `choose_link`."""
+def open_launcher(link: str) -> Iterator[Launcher]:
+    """Open a lab, or fall back to local ranks. With the link "auto", the lab's links have no limit until
+    `choose_link` sets one."""
     rate = UNLIMITED if link == AUTO else link
     try:
         parse_rate_bit_s(rate)
     except ValueError as error:
         raise ValueError(f"{error}, or {AUTO!r}") from None
     with contextlib.ExitStack() as stack:
-        place: Place
+        launcher: Launcher
         try:
-            place = Lab(stack.enter_context(Cluster(NODES, RANKS_PER_NODE, rate)))
+            launcher = LabLauncher(stack.enter_context(Cluster(NODES, RANKS_PER_NODE, rate)))
         except LabError as error:
-            place = LocalRanks(str(error).split(";")[0])
-        yield place
+            launcher = LocalLauncher(str(error).split(";")[0])
+        yield launcher
 
 
-def choose_link(folder: Path, lab: Lab, progress: Progress) -> OpenStep:
-    """Measure a step of plain FSDP2 on the lab's open links, and give the lab the link of that step."""
+def choose_link(folder: Path, lab: LabLauncher, progress: Progress) -> OpenStep:
+    """Measure a step of plain FSDP2 on the lab's links without a limit, and set the lab's rate from it."""
     _train(OPEN_LINKS, "fsdp2", OPEN_STEPS, folder, lab, progress)
     run = Metrics(folder / FILE_NAME)
     step = OpenStep(median_seconds(run), run.across_bytes_per_step / run.info.nodes)
@@ -148,15 +154,15 @@ def choose_link(folder: Path, lab: Lab, progress: Progress) -> OpenStep:
     return step
 
 
-def run_demo(folders: Mapping[str, Path], steps: int, place: Place, progress: Progress) -> None:
-    """Train with plain FSDP2, then with zeropp, each into its folder."""
+def run_demo(folders: Mapping[str, Path], steps: int, launcher: Launcher, progress: Progress) -> None:
+    """Train with plain FSDP2 and then with zeropp, each in its folder."""
     for name, preset in RUNS.items():
-        _train(name, preset, steps, folders[name], place, progress)
+        _train(name, preset, steps, folders[name], launcher, progress)
 
 
 def expected_parts(steps: int, chooses_link: bool) -> dict[str, Part]:
-    """The runs of a demonstration, in their order, and the time that each is expected to take."""
-    plain_seconds = OPEN_STEP_SECONDS / (1 - SHARE) if chooses_link else OPEN_STEP_SECONDS
+    """Return the runs of a demonstration, in order, with the expected time of each."""
+    plain_seconds = OPEN_STEP_SECONDS / (1 - WAITING_SHARE) if chooses_link else OPEN_STEP_SECONDS
     parts = {
         "plain FSDP2": Part(steps, START_SECONDS, plain_seconds),
         "zeropp": Part(steps, START_SECONDS, OPEN_STEP_SECONDS),
@@ -167,13 +173,14 @@ def expected_parts(steps: int, chooses_link: bool) -> dict[str, Part]:
 
 
 def median_seconds(run: Metrics) -> float:
-    """The time of the run's median step."""
+    """Return the time of the run's median step."""
     return run.steps[-1].tokens / run.tokens_per_second
 
 
 def make_folders(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """An empty folder for each run, with a mark. Earlier ones are replaced: all of them, or none."""
+    """Make an empty, marked folder for each run. Folders of an earlier demonstration are replaced."""
     folders = {name: folder / name.replace(" ", "-") for name in names}
+    # All folders are checked before the first one is deleted: an error leaves everything in place.
     for run_folder in folders.values():
         _raise_unless_ours(run_folder)
     for run_folder in folders.values():
@@ -183,27 +190,30 @@ def make_folders(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     return folders
 
 
-def _train(name: str, preset: Preset, steps: int, folder: Path, place: Place, progress: Progress) -> None:
+def _train(
+    name: str, preset: Preset, steps: int, folder: Path, launcher: Launcher, progress: Progress
+) -> None:
     program = ["-m", "zeropp", "train", "--folder", str(folder), "--preset", preset, *SIZE, *PRECISION]
     program += ["--steps", str(steps), "--resume", "never"]
     progress(name, 0)
-    place.run(program, lambda: progress(name, steps_done(folder)))
+    launcher.run(program, lambda: progress(name, steps_done(folder)))
     progress(name, steps)
 
 
 def _raise_unless_ours(folder: Path) -> None:
-    """Nothing is deleted that no demonstration has made: `--folder .` in a clone has the package in it."""
+    """Refuse to delete a folder that no demonstration has made. One of the names is zeropp: with `--folder .`
+    in a clone, it is the package."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(
-            f"{folder} is not of an earlier demonstration, and would be replaced; expected a --folder for "
-            "the demonstration alone, like runs/demo"
+            f"{folder} would be replaced, but no demonstration has made it; expected a --folder for the "
+            "demonstration only, like runs/demo"
         )
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; expected a --folder for the demonstration alone")
+        raise ValueError(f"{folder} is a file; expected a --folder for the demonstration only")
 
 
 def steps_done(folder: Path) -> int:
-    """How far a run is that is going on."""
+    """Return the number of completed steps of a run. The run may still be writing."""
     with contextlib.suppress(FileNotFoundError):
         return (folder / FILE_NAME).read_text().count('"kind": "step"')
     return 0

@@ -1,6 +1,7 @@
-"""A trained model as a Hugging Face folder: config.json and safetensors, for `AutoModelForCausalLM`.
+"""Export to a Hugging Face folder: config.json and safetensors, for `AutoModelForCausalLM`.
 
-A Hugging Face model is saved as what it is. Our own GPT is saved as a Llama, which computes the same:
+A Hugging Face model keeps its architecture. Our own GPT is saved as a Llama, which computes the same
+function:
 
     embedding                     model.embed_tokens
     blocks.0.attention_norm       model.layers.0.input_layernorm
@@ -51,12 +52,12 @@ RENAMED_IN_BLOCK = {
 
 
 def export(model: nn.Module, folder: Path) -> None:
-    """Write `model`, sharded or not, to `folder`, which must be new or empty. All ranks call it; rank 0
-    gathers the weights in its CPU memory and writes."""
+    """Write `model`, sharded or not, to `folder`, which must be new or empty. Collective: every rank calls
+    it, and rank 0 gathers the weights in its CPU memory and writes them."""
     if importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("export needs transformers; install it with: pip install 'zeropp[hf]'")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)  # empty, but for rank 0
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)  # empty on all ranks but rank 0
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     _raise_unless_new(folder)
@@ -67,7 +68,7 @@ def export(model: nn.Module, folder: Path) -> None:
         config = model.model.config
         weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
     else:
-        raise TypeError(f"cannot export a {type(model).__name__}; expected a model from build_model")
+        raise TypeError(f"cannot export a {type(model).__name__}; expected a model made by build_model")
     _save(config, weights, folder)
 
 
@@ -85,13 +86,13 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
 
 def _raise_unless_new(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty; export to a new folder")
+        raise ValueError(f"{folder} is not empty; expected a new or an empty folder")
 
 
 def _save(config: PreTrainedConfig, weights: dict[str, Tensor], folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):  # no second copy of the weights
+    with torch.device("meta"):  # avoids a second copy of the weights
         whole = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     whole.load_state_dict(weights, assign=True)
     whole.tie_weights()
@@ -99,7 +100,7 @@ def _save(config: PreTrainedConfig, weights: dict[str, Tensor], folder: Path) ->
 
 
 def llama_config(config: GPTConfig) -> PreTrainedConfig:
-    """The Llama that computes what our GPT computes."""
+    """Return the config of the Llama that computes the same function as our GPT."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -112,13 +113,13 @@ def llama_config(config: GPTConfig) -> PreTrainedConfig:
         rms_norm_eps=config.norm_epsilon,
         rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base},
         tie_word_embeddings=config.tied,
-        bos_token_id=None,  # a byte or a token of the data: training marked none
+        bos_token_id=None,  # the training data has no marks of begin and end
         eos_token_id=None,
     )
 
 
 def llama_name(name: str) -> str:
-    """A parameter of our GPT, as Llama calls it.
+    """Return Llama's name of a parameter of our GPT.
 
     >>> llama_name("blocks.7.mlp.output.weight")
     'model.layers.7.mlp.down_proj.weight'

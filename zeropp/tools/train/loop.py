@@ -1,4 +1,4 @@
-"""The loop around the steps: resume, train, evaluate, save, stop."""
+"""The training loop: resume, train, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -16,61 +16,63 @@ from ... import __version__
 from ..peak_memory import PeakMemory
 from .branch import keep_branch
 from .checkpoint import CHECKPOINTS, CheckpointError, Checkpoints, name_of, read_state, step_of, steps_in
-from .config import Run
+from .config import RunConfig
 from .peak_flops import peak_flops
-from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
+from .run_events import Evaluation, RunInfo, RunListener, StepRecord, Summary
 from .stop import StopRequest
 from .trainer import DivergedError, Trainer
 from .world import World
 
 STATE_KEYS = ("step", "run", "data", "ranks")
-"""What `_save` writes beside tensors."""
+"""Keys of a checkpoint's state.json that `_load` needs."""
 MUST_MATCH = ("model", "data", "seed")
-"""Parts of the configuration that must be the same when a run resumes; others may change, which is noted."""
+"""Parts of the configuration that a resumed run may not change. Changes of other parts are logged."""
 
 
 class ResumeError(ValueError):
-    """The checkpoint and the configuration do not belong together."""
+    """The checkpoint and the configuration do not match."""
 
 
-def train(run: Run, world: World, listeners: Sequence[Listener] = ()) -> Summary:
-    """Train to `run.steps`, or to a signal. Call it on every rank; the first one's listeners are told."""
-    told = listeners if world.is_first else ()
+def train(run: RunConfig, world: World, listeners: Sequence[RunListener] = ()) -> Summary:
+    """Train until `run.steps` or a signal. Every rank calls this; only the first rank calls its listeners."""
+    called = listeners if world.is_first else ()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        for listener in told:
+        for listener in called:
             stack.callback(listener.close)
-        return _Loop(run, world, told, stop).train()
+        return _Loop(run, world, called, stop).train()
 
 
 class _Loop:
-    def __init__(self, run: Run, world: World, listeners: Sequence[Listener], stop: StopRequest) -> None:
+    def __init__(
+        self, run: RunConfig, world: World, listeners: Sequence[RunListener], stop: StopRequest
+    ) -> None:
         self.run, self.world, self.listeners, self.stop = run, world, listeners, stop
         self.checkpoints = Checkpoints(run.folder / CHECKPOINTS, run.checkpoint.keep, world)
         self.saved_step = 0
         checkpoint = _find_checkpoint(run, self.checkpoints, world)
         with _advice_if_damaged(checkpoint):
             state = None if checkpoint is None else read_state(checkpoint, *STATE_KEYS)
-            notes = [] if state is None else _check_same_run(state["run"], _plain(run))
+            notes = [] if state is None else _check_same_run(state["run"], _as_json(run))
             self.memory = PeakMemory(world.device)
             self.trainer = Trainer(run, world)
             if checkpoint is not None and state is not None:
                 notes += self._load(checkpoint, state)
         self.search = self.trainer.zpp.search
-        self.has_chosen = self.search is None or self.search.chosen is not None
+        self.has_logged_choice = self.search is None or self.search.chosen is not None
         if self.search is not None:
             notes.append(self.search.describe())
         self.first_step = self.trainer.steps_done + 1
         self.peak_flops, note = peak_flops(run.logging.peak_tflops, world.device)
-        if self.is_done:  # the record of the run stays what it is
-            self._tell("on_note", _nothing_to_do(run, self.trainer.steps_done))
+        if self.is_done:  # no on_start: it would remove the end of the complete run from metrics.jsonl
+            self._notify("on_note", _nothing_to_do(run, self.trainer.steps_done))
             return
         if checkpoint is not None:
-            notes = [f"goes on after step {self.saved_step} from {checkpoint}", *notes]
+            notes = [f"resumes after step {self.saved_step} from {checkpoint}", *notes]
             notes += self._keep_branch(checkpoint)
-        self._tell("on_start", self._info())
+        self._notify("on_start", self._info())
         for text in [*notes, note]:
-            self._tell("on_note", text)
+            self._notify("on_note", text)
 
     @property
     def is_done(self) -> bool:
@@ -82,24 +84,24 @@ class _Loop:
         try:
             is_stopped = self._train_and_save()
         except DivergedError:
-            self.checkpoints.wait()  # on every rank alike; what is being written is the last good one
+            self.checkpoints.wait()  # all ranks raise in the same step; the current checkpoint is still good
             raise
         self.checkpoints.wait()
         if is_stopped:
             name = self.stop.received.name if self.stop.received is not None else "a signal to another rank"
-            self._tell("on_note", f"stopped by {name} after step {self.trainer.steps_done}, which is saved")
+            self._notify("on_note", f"stopped by {name} after step {self.trainer.steps_done}, which is saved")
         summary = self._summary()
-        self._tell("on_end", summary)
+        self._notify("on_end", summary)
         return summary
 
     def _train_and_save(self) -> bool:
-        """Up to the last step, or to a signal: then True."""
+        """Train until the last step or a signal. Return True if a signal has stopped the run."""
         is_stopped = False
         while not self.is_done and not is_stopped:
             is_first = self.trainer.steps_done == self.first_step - 1
             is_stopped = self._step()
             if is_first:
-                self.memory.restart()  # it compiled kernels, and took memory for that
+                self.memory.restart()  # the first step compiles kernels, whose memory is not training's
             step, is_last = self.trainer.steps_done, self.is_done
             if is_last or _is_due(step, self.run.evaluation.every):
                 self._evaluate()
@@ -109,7 +111,7 @@ class _Loop:
         return is_stopped
 
     def _step(self) -> bool:
-        """Whether all ranks know that the run shall stop."""
+        """Take a step. Return True, on all ranks, if one of them has received a signal to stop."""
         result = self.trainer.step(stop_requested=self.stop.received is not None)
         tokens, used = self.trainer.tokens_per_step, None
         if self.peak_flops is not None:
@@ -126,27 +128,27 @@ class _Loop:
             result.across_bytes,
             used,
         )
-        self._tell("on_step", record)
-        if self.search is not None and self.search.chosen is not None and not self.has_chosen:
-            self.has_chosen = True
-            self._tell("on_note", self.search.describe())
+        self._notify("on_step", record)
+        if self.search is not None and self.search.chosen is not None and not self.has_logged_choice:
+            self.has_logged_choice = True
+            self._notify("on_note", self.search.describe())
         return result.stop_requested
 
     def _evaluate(self) -> None:
-        self._tell("on_evaluation", Evaluation(self.trainer.steps_done, self.trainer.evaluate()))
+        self._notify("on_evaluation", Evaluation(self.trainer.steps_done, self.trainer.evaluate()))
 
     def _save(self) -> None:
         state = {
-            "run": _plain(self.run),
+            "run": _as_json(self.run),
             "data": self.trainer.data.state_dict(),
             "ranks": self.world.size,
         }
-        kept = self.trainer.zpp.state_dict() if self.trainer.zpp.has_history else None
-        self.checkpoints.save(self.trainer.steps_done, self.trainer.tensors(), state, kept)
+        zeropp_state = self.trainer.zpp.state_dict() if self.trainer.zpp.has_history else None
+        self.checkpoints.save(self.trainer.steps_done, self.trainer.tensors(), state, zeropp_state)
         self.saved_step = self.trainer.steps_done
 
     def _load(self, checkpoint: Path, state: dict[str, Any]) -> list[str]:
-        """Returns what a user should know."""
+        """Load a checkpoint. Return notes for the user."""
         tensors = self.trainer.tensors()
         self.checkpoints.load(checkpoint, tensors)
         self.trainer.load_tensors(tensors)
@@ -154,26 +156,28 @@ class _Loop:
         self.trainer.steps_done = self.saved_step = state["step"]
         if not self.trainer.zpp.has_history:
             return []
-        # The same on every rank: what zeropp keeps belongs to ranks, so it is of use to as many as saved it.
-        kept = self.checkpoints.load_kept(checkpoint) if state["ranks"] == self.world.size else None
-        if self.trainer.zpp.load_state_dict(kept):
+        # zeropp's state belongs to its rank, so another number of ranks cannot use it. The condition is the
+        # same on every rank, so all ranks load a state or none does.
+        is_usable = state["ranks"] == self.world.size
+        zeropp_state = self.checkpoints.load_zeropp_state(checkpoint) if is_usable else None
+        if self.trainer.zpp.load_state_dict(zeropp_state):
             return []
-        return ["no state of zeropp for these ranks: weights are sent anew, and kept errors start at zero"]
+        return ["no zeropp state for these ranks: weights are sent again, and error feedback starts at zero"]
 
     def _keep_branch(self, checkpoint: Path) -> list[str]:
-        """See branch.py. Returns what a user should know, on the first rank."""
+        """See branch.py. Return notes for the user, on the first rank."""
         notes = []
 
         def keep() -> None:
             if branch := keep_branch(self.run.folder, checkpoint, self.saved_step):
-                notes.append(f"what was there beyond that step is kept in {branch}")
+                notes.append(f"later steps of the earlier run are now in {branch}")
 
-        self.world.first_does(keep)
+        self.world.run_on_first(keep)
         return notes
 
     def _info(self) -> RunInfo:
         return RunInfo(
-            config=_plain(self.run),
+            config=_as_json(self.run),
             parameters=self.trainer.parameters,
             ranks=self.world.size,
             nodes=self.trainer.zpp.nodes,
@@ -183,28 +187,28 @@ class _Loop:
         )
 
     def _summary(self) -> Summary:
-        peak, kept = self.world.max(self.memory.bytes, self.trainer.zpp.communication_bytes)
+        peak, communication = self.world.max(self.memory.bytes, self.trainer.zpp.communication_bytes)
         return Summary(
             step=self.trainer.steps_done,
             is_complete=self.is_done,
             peak_bytes=round(peak),
-            communication_bytes=round(kept),
+            communication_bytes=round(communication),
             checkpoint=str(self.checkpoints.path_of(self.saved_step)),
         )
 
-    def _tell(self, method: str, what: object) -> None:
+    def _notify(self, method: str, event: object) -> None:
         for listener in self.listeners:
-            getattr(listener, method)(what)
+            getattr(listener, method)(event)
 
 
-def _find_checkpoint(run: Run, checkpoints: Checkpoints, world: World) -> Path | None:
+def _find_checkpoint(run: RunConfig, checkpoints: Checkpoints, world: World) -> Path | None:
     if run.resume == "auto":
         return checkpoints.last()
     if run.resume == "never":
-        if world.from_first(len(steps_in(checkpoints.folder))):
+        if world.broadcast_from_first(len(steps_in(checkpoints.folder))):
             raise ResumeError(
-                f"{run.folder} has checkpoints and resume is 'never'; go on from them with --resume auto, or "
-                "choose another --folder"
+                f"{run.folder} has checkpoints and resume is 'never'; resume from them with --resume auto, "
+                "or choose another --folder"
             )
         return None
     if not Path(run.resume).is_dir():
@@ -214,26 +218,28 @@ def _find_checkpoint(run: Run, checkpoints: Checkpoints, world: World) -> Path |
 
 @contextmanager
 def _advice_if_damaged(checkpoint: Path | None) -> Iterator[None]:
-    """Adds what to do to an error of reading the checkpoint."""
+    """Append advice to an error in reading the checkpoint."""
     try:
         yield
     except CheckpointError as error:
         assert checkpoint is not None
         step = step_of(checkpoint.name)
         older = [found for found in steps_in(checkpoint.parent) if step is not None and found < step]
-        advice = "Expected --resume auto, never, or the folder of a checkpoint; another --folder starts anew"
+        advice = (
+            "Expected --resume auto, never, or the folder of a checkpoint; another --folder starts a new run"
+        )
         if older:
             path = checkpoint.with_name(name_of(max(older)))
-            advice = f"The one before it was written whole; to go on from that: --resume {path}"
+            advice = f"The checkpoint before it is complete; to resume from it: --resume {path}"
         raise CheckpointError(f"{error}. {advice}") from error
 
 
-def _nothing_to_do(run: Run, step: int) -> str:
-    return f"nothing to do: step {step} of {run.steps} is done already; --steps with more goes on from there"
+def _nothing_to_do(run: RunConfig, step: int) -> str:
+    return f"nothing to do: step {step} of {run.steps} is done already; a larger --steps continues the run"
 
 
 def _check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What changed, in words; an error if it may not change."""
+    """Return a sentence for each changed value. Raise if one may not change."""
     saved_values, values = _flatten(saved), _flatten(now)
     changed = {
         key: f"{key} was {saved_values.get(key)!r} and is {value!r}"
@@ -242,7 +248,7 @@ def _check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     }
     if wrong := [text for key, text in changed.items() if key.split(".")[0] in MUST_MATCH]:
         raise ResumeError(
-            f"the checkpoint is of another run: {'; '.join(wrong)}. Use the same values, or another --folder"
+            f"the checkpoint is from another run: {'; '.join(wrong)}. Use the same values or another --folder"
         )
     return [f"changed since the checkpoint: {text}" for text in changed.values()]
 
@@ -256,10 +262,10 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _plain(run: Run) -> dict[str, Any]:
-    """The configuration as JSON gives it back."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(run), default=str))
-    return plain
+def _as_json(run: RunConfig) -> dict[str, Any]:
+    """Return the configuration with JSON's types, to compare it with that of a checkpoint."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(run), default=str))
+    return values
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,12 +1,12 @@
-"""metrics.jsonl: every step of a run as a line of JSON, across restarts.
+"""metrics.jsonl: one line of JSON per step of a run, across restarts.
 
     {"kind": "start", "config": {...}, "parameters": 278000, "ranks": 4, ...}
     {"kind": "step", "step": 1, "loss": 5.5, ...}
     {"kind": "evaluation", "step": 50, "validation_loss": 2.7}
     {"kind": "end", "step": 250, "is_complete": true, ...}
 
-Lines are written as they come. A run that resumes removes the lines of steps after its checkpoint, since it
-does these again: what is in the file is always one run from its first step on.
+Each line is written at once. A resumed run first removes the lines of steps after its checkpoint, because it
+repeats these steps. So the file always has every step of one run once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..atomic_files import write_file
-from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
+from .run_events import Evaluation, RunInfo, RunListener, StepRecord, Summary
 
 FILE_NAME = "metrics.jsonl"
 R = TypeVar("R", RunInfo, StepRecord, Evaluation, Summary)
 
 
-class MetricsFile(Listener):
+class MetricsFile(RunListener):
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
 
@@ -47,18 +47,18 @@ class MetricsFile(Listener):
 
 
 class Metrics:
-    """A metrics file, read."""
+    """The contents of a metrics file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = _lines(path)
         self.starts = [_record(RunInfo, line, path) for line in lines if line["kind"] == "start"]
-        """One for every time that the run was started or resumed."""
+        """One per start or resume of the run."""
         self.steps = [_record(StepRecord, line, path) for line in lines if line["kind"] == "step"]
         self.evaluations = [_record(Evaluation, line, path) for line in lines if line["kind"] == "evaluation"]
         ends = [_record(Summary, line, path) for line in lines if line["kind"] == "end"]
         self.end: Summary | None = ends[-1] if ends else None
-        """The summary of the last part of the run that came to an orderly end."""
+        """Summary of the last part of the run that ended without an error; None if there is none."""
         if not self.starts or not self.steps:
             raise ValueError(f"{path} has no steps; expected a metrics.jsonl of zeropp train")
 
@@ -68,12 +68,12 @@ class Metrics:
 
     @property
     def across_bytes_per_step(self) -> float:
-        """Sent from node to node, by all of them, in the mean over all steps."""
+        """Bytes between nodes per step: the sum over all nodes, averaged over the steps."""
         return sum(record.across_bytes for record in self.steps) / len(self.steps)
 
     @property
     def tokens_per_second(self) -> float:
-        """Median, so that the first steps and busy moments do not count."""
+        """Median over the steps, which ignores slow first steps and a busy machine."""
         speeds = sorted(record.tokens_per_second for record in self.steps)
         return speeds[len(speeds) // 2]
 
@@ -88,7 +88,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(texts, 1):
         if not text.endswith("\n"):
-            break  # its writer was killed
+            break  # an incomplete last line: the run is still writing, or was killed
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
@@ -103,9 +103,12 @@ def _record(kind: type[R], line: dict[str, Any], path: Path) -> R:
     try:
         return kind(**{field.name: line[field.name] for field in fields(kind)})
     except KeyError as error:
-        raise ValueError(f"{path} has a {line['kind']!r} line without {error}: of another version?") from None
+        raise ValueError(
+            f"{path} has a {line['kind']!r} line without {error}: another version of zeropp may have written "
+            "it; use that version to read it"
+        ) from None
 
 
 def _drop_steps_from(path: Path, first_step: int) -> None:
-    kept = [line for line in _lines(path) if line.get("step", 0) < first_step]
-    write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
+    earlier = [line for line in _lines(path) if line.get("step", 0) < first_step]
+    write_file(path, "".join(json.dumps(line) + "\n" for line in earlier))

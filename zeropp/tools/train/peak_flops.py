@@ -1,4 +1,4 @@
-"""How fast a device could be, for the model FLOPs utilisation."""
+"""Peak FLOP/s of known devices, for the model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ KNOWN_TFLOPS = {
     "L40S": 362.0,
     "V100": 125.0,
 }
-"""Dense 16-bit matrix products, from NVIDIA's data sheets, by a part of the device's name."""
+"""TFLOP/s of dense 16-bit matrix products, from NVIDIA's data sheets, by a part of the device's name."""
 
 
 def peak_flops(given_tflops: float, device: torch.device) -> tuple[float | None, str]:
-    """FLOP/s of one device, or None, and a sentence that says where they are from.
+    """Return the FLOP/s of one device, or None, and a sentence with their source.
 
     >>> peak_flops(2.0, torch.device("cpu"))
-    (2000000000000.0, 'model FLOPs utilisation is of 2 TFLOP/s per device (given)')
+    (2000000000000.0, 'model FLOPs utilisation is relative to 2 TFLOP/s per device (given)')
     >>> peak_flops(0.0, torch.device("cpu"))[0]
     """
     if given_tflops:
@@ -30,9 +30,9 @@ def peak_flops(given_tflops: float, device: torch.device) -> tuple[float | None,
         if part in name:
             return tflops * 1e12, _sentence(tflops, f"{name}, 16-bit")
     return None, (
-        f"model FLOPs utilisation is left out: the peak of {name} is not known; give --logging.peak-tflops"
+        f"model FLOPs utilisation is left out: the peak of {name} is not known; set --logging.peak-tflops"
     )
 
 
 def _sentence(tflops: float, source: str) -> str:
-    return f"model FLOPs utilisation is of {tflops:g} TFLOP/s per device ({source})"
+    return f"model FLOPs utilisation is relative to {tflops:g} TFLOP/s per device ({source})"

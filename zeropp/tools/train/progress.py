@@ -1,4 +1,4 @@
-"""A run on the first rank's screen: a live line on a terminal, plain lines elsewhere."""
+"""Progress on standard output of the first rank: a progress bar on a terminal, else lines of text."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..._text import count
-from .run_events import Evaluation, Listener, RunInfo, StepRecord, Summary
+from .run_events import Evaluation, RunInfo, RunListener, StepRecord, Summary
 
 MIB = 2**20
 
 
-def make_progress(steps: int, every: int) -> Listener:
-    """The listener that suits standard output: a bar on a terminal, lines elsewhere."""
+def make_progress(steps: int, every: int) -> RunListener:
+    """Return the listener for standard output: a progress bar on a terminal, else lines of text."""
     console = Console(highlight=False, soft_wrap=True)
     return LiveProgress(console, steps) if console.is_terminal else PlainProgress(console, steps, every)
 
 
-class PlainProgress(Listener):
-    """A line now and then."""
+class PlainProgress(RunListener):
+    """Prints a line every `every` steps."""
 
     def __init__(self, console: Console, steps: int, every: int) -> None:
         self._console, self._steps, self._every = console, steps, every
-        self._started: tuple[int, float] | None = None  # step and time, after the first step
+        self._started: tuple[int, float] | None = None  # step and time; the slow first step does not count
 
     def on_start(self, info: RunInfo) -> None:
         self._print(describe(info))
@@ -56,8 +56,8 @@ class PlainProgress(Listener):
         self._console.print(text, markup=False)
 
 
-class LiveProgress(Listener):
-    """One line that changes; what is worth keeping is printed above it."""
+class LiveProgress(RunListener):
+    """A progress bar in the last line; notes and evaluations are printed above it."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._steps = steps
@@ -94,7 +94,7 @@ def describe(info: RunInfo) -> str:
 
 
 def figures(record: StepRecord) -> str:
-    """Loss, speed and traffic of a step, in one line."""
+    """Return loss, speed and traffic of a step in one line."""
     used = "" if record.flops_utilisation is None else f"  MFU {record.flops_utilisation:.1%}"
     return (
         f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s  "
@@ -106,6 +106,6 @@ def describe_end(summary: Summary) -> str:
     state = "done" if summary.is_complete else "stopped"
     memory = f"peak memory {summary.peak_bytes / MIB:,.0f} MiB per rank"
     return (
-        f"{state} after step {summary.step}; {memory}, of which zeropp keeps "
+        f"{state} after step {summary.step}; {memory}, of which zeropp uses "
         f"{summary.communication_bytes / MIB:,.1f} MiB; checkpoint: {summary.checkpoint}"
     )

@@ -1,4 +1,4 @@
-"""Plain tables into dataclasses, strictly: unknown keys and wrong types are errors that name them."""
+"""Nested tables to dataclasses. Unknown keys and wrong types are errors that name the key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def read(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
-    """An instance of the dataclass `kind`; keys that are not there have their defaults.
+    """Return an instance of the dataclass `kind`; missing keys have their defaults.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
@@ -42,7 +42,7 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
 
 
 def _tuple(kind: Any, value: Any) -> Any:
-    """TOML and JSON have lists only."""
+    """Convert a list to a tuple where `kind` is one: TOML and JSON have no tuples."""
     return tuple(value) if get_origin(kind) is tuple else value
 
 

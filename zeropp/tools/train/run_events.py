@@ -1,4 +1,4 @@
-"""What a run says about itself while it goes on, and to whom: files, terminals, TensorBoard, benchmarks."""
+"""Events of a run, and the interface of their listeners: files, terminals, TensorBoard, benchmarks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known at the start."""
+    """Facts about a run at its start."""
 
     config: dict[str, Any]
-    """The `Run`, as plain tables."""
+    """The `RunConfig` as nested dicts."""
     parameters: int
     ranks: int
     nodes: int
@@ -19,7 +19,7 @@ class RunInfo:
     device: str
     versions: dict[str, str]
     first_step: int
-    """1, or the step after the checkpoint that the run goes on from."""
+    """1, or the step after the checkpoint at which the run resumes."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class StepRecord:
 
     step: int
     loss: float
-    """Mean over ranks and micro-batches, before the step."""
+    """Mean over ranks and micro-batches, before the optimizer's update."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradients before clipping."""
     learning_rate: float
     seconds: float
     tokens: int
-    """How many this step has trained on."""
+    """Tokens in the step's batch."""
     wire_bytes: int
-    """What all ranks sent."""
+    """Bytes sent by all ranks."""
     across_bytes: int
-    """The part of it that left a node."""
+    """The part of `wire_bytes` that crosses nodes."""
     flops_utilisation: float | None
-    """Model FLOPs per second over the devices' peak; None if the peak is not known."""
+    """Model FLOPs per second, divided by the devices' peak; None if the peak is not known."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -59,21 +59,21 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Summary:
-    """The end of a run, or of its part up to a stop."""
+    """The state of a run at its end, or at a stop by a signal."""
 
     step: int
     is_complete: bool
     peak_bytes: int
-    """Memory of the rank that took most, after the first step; on a CPU, resident bytes over those at the
-    start."""
+    """Peak memory after the first step, of the rank with the largest one. On a CPU: the increase of resident
+    memory since the start."""
     communication_bytes: int
-    """The part of it that zeropp keeps: node shards, pending gradients and scratch buffers."""
+    """The part of it that zeropp uses: node shards, pending gradients and scratch buffers."""
     checkpoint: str
-    """Its folder."""
+    """Folder of the last checkpoint."""
 
 
-class Listener:
-    """Told on the first rank only. Does nothing; override what is of interest."""
+class RunListener:
+    """Called on the first rank only. The methods do nothing; override some of them."""
 
     def on_start(self, info: RunInfo) -> None: ...
     def on_step(self, record: StepRecord) -> None: ...
@@ -81,4 +81,4 @@ class Listener:
     def on_note(self, text: str) -> None: ...
     def on_end(self, summary: Summary) -> None: ...
     def close(self) -> None:
-        """The run is over, also after an error: give up what is held."""
+        """Release resources. Called at the end of the run, also after an error."""

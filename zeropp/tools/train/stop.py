@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a question that the training asks between two steps."""
+"""Ctrl-C and SIGTERM as a flag that the training loop reads between two steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Remembers a signal, inside its `with` block, instead of acting on it.
+    """Records a signal, inside a `with` block, instead of stopping the process.
 
-    torchrun passes on to its ranks what the terminal has sent them already, so repeats mean nothing. Ranks
-    hear of a signal at different times: the training stops when all ranks know that one of them has heard it.
+    Repeated signals have no effect: on Ctrl-C, a rank gets SIGINT from the terminal and again from torchrun.
+    Ranks get a signal at different times, so the ranks agree at the end of a step: all stop after the same
+    step.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A listener that writes the figures of a run for TensorBoard."""
+"""A listener that writes a run's metrics for TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .run_events import Evaluation, Listener, RunInfo, StepRecord
+from .run_events import Evaluation, RunInfo, RunListener, StepRecord
 
 
-class TensorBoard(Listener):
+class TensorBoard(RunListener):
     def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -18,10 +18,10 @@ class TensorBoard(Listener):
                 "logging.tensorboard needs the package tensorboard: pip install 'zeropp[tensorboard]'"
             ) from None
         self._folder, self._make_writer = folder, SummaryWriter
-        self._writer: Any = None  # from the start on
+        self._writer: Any = None  # made in on_start, which has the first step
 
     def on_start(self, info: RunInfo) -> None:
-        # What an earlier part of the run wrote after its checkpoint is hidden from this step on.
+        # purge_step hides the steps after the checkpoint, which the resumed run repeats.
         self._writer = self._make_writer(str(self._folder), purge_step=info.first_step)
 
     def on_step(self, record: StepRecord) -> None:

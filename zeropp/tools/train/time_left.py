@@ -1,4 +1,4 @@
-"""The time that a job of several parts still takes: expected times first, corrected by the measured ones."""
+"""Estimate of the time left in a job of several parts: expected times, corrected by the measured ones."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 PRIOR_SECONDS = 5.0
-"""Weight of the expected times against the measured ones."""
+"""Weight of the expected times relative to the measured ones."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of a known number of steps, and the seconds that it takes on the machine of the estimate."""
+    """A run of a known number of steps, with its expected times."""
 
     steps: int
     start_seconds: float
-    """Until its first step: processes start and import torch."""
+    """Time before the first step: processes start and import torch."""
     step_seconds: float
 
     @property
@@ -25,7 +25,7 @@ class Part:
 
 
 class TimeLeft:
-    """Counts the work that is done in expected seconds, and scales the rest by the pace so far.
+    """Counts completed work in expected seconds and scales the rest by the pace so far.
 
     >>> now = 0.0
     >>> left = TimeLeft({"run": Part(steps=10, start_seconds=5.0, step_seconds=1.0)}, lambda: now)
@@ -39,16 +39,16 @@ class TimeLeft:
 
     def __init__(self, parts: Mapping[str, Part], clock: Callable[[], float] = time.monotonic) -> None:
         self.parts = dict(parts)
-        """In the order in which they run."""
+        """Parts in the order in which they run."""
         self.total = sum(part.seconds for part in self.parts.values())
         self.done = 0.0
-        """Expected seconds of the work that is done; never less than before."""
+        """Expected seconds of the completed work; never decreases."""
         self._clock = clock
         self._started = self._part_started = clock()
         self._name: str | None = None
 
     def update(self, name: str, steps: int) -> None:
-        """Part `name` has done `steps` steps; the parts before it are complete."""
+        """Record that part `name` has completed `steps` steps and the parts before it are complete."""
         if name != self._name:
             self._name, self._part_started = name, self._clock()
         before = 0.0
@@ -62,14 +62,15 @@ class TimeLeft:
 
     @property
     def seconds(self) -> float:
-        """Time left; the expected time at first."""
+        """Seconds left; before any work is done, the expected time."""
         elapsed = self._clock() - self._started
         pace = (elapsed + PRIOR_SECONDS) / (self.done + PRIOR_SECONDS)
         return (self.total - self.done) * pace
 
 
 def minutes(seconds: float) -> str:
-    """
+    """Format seconds as minutes:seconds.
+
     >>> minutes(0.4), minutes(75)
     ('0:00', '1:15')
     """

@@ -1,4 +1,4 @@
-"""The thing that is trained: model, optimizer and data of one run, one step at a time."""
+"""Model, optimizer and data of one run, and its training step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ... import apply
 from ..models.loading import check_fits, flops_per_token, parameter_count
 from ..models.sharding import build_sharded
-from .config import Run
-from .data import open_data
+from .config import RunConfig
+from .data import Loader
 from .world import World, seed_step
 
 
 class DivergedError(FloatingPointError):
-    """The loss or the gradients are not finite; raised on every rank, before the weights are touched."""
+    """The loss or the gradients are not finite. Raised on every rank, before the optimizer changes
+    weights."""
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did, over all ranks; the same on each."""
+    """Results of one optimizer step, over all ranks. They are the same on each rank."""
 
     loss: float
     grad_norm: float
@@ -43,12 +44,12 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """Made on every rank; its methods are collective."""
+    """Every rank constructs it. Its methods are collective."""
 
-    def __init__(self, run: Run, world: World) -> None:
+    def __init__(self, run: RunConfig, world: World) -> None:
         self.run, self.world = run, world
         self.steps_done = 0
-        self.data = open_data(
+        self.data = Loader(
             run.data,
             rank=world.rank,
             world=world.size,
@@ -69,7 +70,7 @@ class Trainer:
         return self.world.size * batch.micro_batches * batch.size * batch.sequence
 
     def step(self, stop_requested: bool = False) -> StepResult:
-        """One optimizer step. Carries to all ranks whether any of them was asked to stop."""
+        """Take one optimizer step. The result has `stop_requested` if it is True on any rank."""
         started, sent = time.perf_counter(), self.zpp.ledger.total()
         step = self.steps_done + 1
         seed_step(self.run.seed, step, self.world.rank)
@@ -79,6 +80,7 @@ class Trainer:
 
         loss = self._backward()
         now = self.zpp.ledger.total()
+        # One collective for everything that ranks must agree on
         total, wire_bytes, across_bytes, stops = self.world.sum(
             loss,
             now.wire_bytes - sent.wire_bytes,
@@ -104,32 +106,32 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean loss on the validation data."""
+        """Return the mean loss on the validation data."""
         self.model.eval()
         batches = [self._loss(*batch) for batch in self.data.validation(self.run.evaluation.batches)]
         self.model.train()
         assert isinstance(self.model, FSDPModule)
-        self.model.reshard()  # FSDP2 keeps the root gathered for a backward that does not come
+        self.model.reshard()  # FSDP2 keeps the root gathered for a backward pass, which an evaluation has not
         (total,) = self.world.sum(torch.stack(batches).double().mean())
         return total / self.world.size
 
     def tensors(self) -> dict[str, Any]:
-        """The state that is made of tensors, as this rank's shards: what DCP saves and shards anew."""
+        """Return this rank's shards of weights and optimizer state, which DCP can save and reshard."""
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
-        # Without the optimizer's param_groups: these are the configuration's, and no tensors.
+        # param_groups are left out: they follow from the configuration and are not tensors.
         return {"model": get_model_state_dict(self.model), "optimizer": optimizer["state"]}
 
     def load_tensors(self, tensors: dict[str, Any]) -> None:
-        """Put back what `tensors` gave, after new values were read into it."""
+        """Load the result of `tensors()`, after DCP has read a checkpoint into it."""
         set_model_state_dict(self.model, tensors["model"])
         groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
         set_optimizer_state_dict(
             self.model, self.optimizer, {"state": tensors["optimizer"], "param_groups": groups}
         )
-        self.zpp.invalidate()  # DCP read into the weights themselves, which no hook can see
+        self.zpp.invalidate()  # DCP writes into the weights directly, which no hook of zeropp sees
 
     def _backward(self) -> Tensor:
-        """Gradients of all micro-batches; the mean of this rank's losses."""
+        """Run forward and backward of all micro-batches. Return the mean of this rank's losses."""
         count = self.run.batch.micro_batches
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for micro_batch in range(count):
@@ -148,7 +150,7 @@ class Trainer:
         )
 
     def _clip(self) -> float:
-        """Scale the gradients down to `clip_norm`; returns their norm before that."""
+        """Clip the gradients to `clip_norm`. Return their norm before clipping."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         if isinstance(norm, DTensor):
@@ -161,13 +163,13 @@ class Trainer:
         if not math.isfinite(value):
             raise DivergedError(
                 f"the {what} of step {step} is {value}: the run has diverged. The weights are those of step "
-                f"{step - 1}; the last checkpoint is whole. Try a lower optimizer.learning_rate (now "
+                f"{step - 1}; the last checkpoint is complete. Try a lower optimizer.learning_rate (now "
                 f"{self.run.optimizer.learning_rate:g}) or a longer schedule.warmup_steps (now "
                 f"{self.run.schedule.warmup_steps})"
             )
 
 
-def _make_optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
+def _make_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     config = run.optimizer
     groups = [

@@ -1,8 +1,9 @@
-"""The ranks of a job: who this one is, what it computes on, and how they agree.
+"""The ranks of a job: this rank's number and device, and small collectives.
 
 [Note: Randomness]
-Whatever is random in a step follows from the run's seed, the step and the rank: `seed_step` is called at the
-start of each. So no state of a random generator is saved, and a resumed run draws what it would have drawn.
+`seed_step` seeds torch at the start of every step, with a hash of the run's seed, the step and the rank. So
+checkpoints need no state of random generators, and a resumed run draws the same numbers as an uninterrupted
+one.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...process_groups import job_store
 
-FIRST_HAS_SECONDS = 5.0
-"""How long other ranks wait for the first one to tell of an error."""
-TOLD = "zeropp: a rank has told of an error"
+FIRST_RANK_SECONDS = 5.0
+"""Time that the first rank has to report an error before another rank does."""
+REPORTED_KEY = "zeropp: a rank reports an error"
 
 
 @dataclass(frozen=True)
 class World:
-    """Inside `join_world`, or of a process group that somebody else made."""
+    """The ranks of the default process group, which `join_world` or another program has made."""
 
     rank: int
     size: int
@@ -41,7 +42,7 @@ class World:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """All ranks in one row, to shard over."""
+        """All ranks in one dimension."""
         return init_device_mesh(self.device.type, (self.size,))
 
     @property
@@ -49,20 +50,20 @@ class World:
         return self.rank == 0
 
     def sum(self, *values: Tensor | float) -> list[float]:
-        """The sums over all ranks, in double precision. One collective, the same result on every rank."""
+        """Return the sums over all ranks, in double precision, the same on every rank. One collective."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, *values: Tensor | float) -> list[float]:
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def from_first(self, value: int) -> int:
-        """What the first rank says."""
+    def broadcast_from_first(self, value: int) -> int:
+        """Return the first rank's `value` on every rank."""
         tensor = torch.tensor(value, dtype=torch.int64, device=self.device)
         dist.broadcast(tensor, src=0)
         return int(tensor.item())
 
-    def first_does(self, work: Callable[[], object]) -> None:
-        """Let the first rank do it. Every rank raises if it fails, so none is left waiting for others."""
+    def run_on_first(self, work: Callable[[], object]) -> None:
+        """Run `work` on the first rank. If it fails, every rank raises, so that no rank waits for another."""
         failure: list[ValueError | OSError | None] = [None]
         if self.is_first:
             try:
@@ -73,16 +74,17 @@ class World:
         if failure[0] is not None:
             raise failure[0]
 
-    def is_to_tell(self) -> bool:
-        """Whether it is for this rank to tell the user of an error that it has. One rank does: the first, or,
-        if it has none for some seconds, another. Ranks that fail because that one is gone stay silent."""
+    def claim_error_report(self) -> bool:
+        """Return whether this rank prints its error. Exactly one rank does: the first rank, or another one if
+        the first has no error within `FIRST_RANK_SECONDS`. Errors that follow from the first one are not
+        printed."""
         store = job_store()
         if not self.is_first:
-            with suppress(RuntimeError):  # the first has nothing to tell
-                store.wait([TOLD], timedelta(seconds=FIRST_HAS_SECONDS))
+            with suppress(RuntimeError):  # a timeout: the first rank has no error
+                store.wait([REPORTED_KEY], timedelta(seconds=FIRST_RANK_SECONDS))
         try:
-            return store.add(TOLD, 1) == 1
-        except RuntimeError:  # the store is gone: better told twice than not at all
+            return store.add(REPORTED_KEY, 1) == 1
+        except RuntimeError:  # the store is gone; two reports are better than none
             return True
 
     def _reduce(self, values: tuple[Tensor | float, ...], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -94,24 +96,26 @@ class World:
 
 @contextmanager
 def join_world(timeout_seconds: float) -> Iterator[World]:
-    """The process group of a torchrun job, or of this process alone; NCCL where there are GPUs, else gloo."""
+    """Join the process group of a torchrun job, or make one of this process only. It uses NCCL on GPUs, else
+    gloo."""
     timeout, device = timedelta(seconds=timeout_seconds), _device()
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"  # checkpoints are written beside the training, on gloo
+        backend = "cpu:gloo,cuda:nccl"  # threads that write checkpoints communicate over gloo
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     yield World.current()
-    # Not after an error: other ranks may still wait for this one, and learn of it when the process ends.
+    # Not after an error: other ranks may still wait for this one, and fail when its process ends.
     dist.destroy_process_group()
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """See [Note: Randomness]."""
-    torch.manual_seed(hash((seed, step, rank)) & (2**63 - 1))  # of integers: the same in every process
+    # The hash of a tuple of integers is the same in every process; that of a string is not.
+    torch.manual_seed(hash((seed, step, rank)) & (2**63 - 1))
 
 
 def _device() -> torch.device:
