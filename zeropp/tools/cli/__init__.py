@@ -50,9 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = watch_rank()
         if code is not None:
             return code
-    command = import_quickly(f"{__name__}.{COMMANDS[name].file}").main
     try:
+        command = import_quickly(f"{__name__}.{COMMANDS[name].file}").main
         return int(command(words[len(name.split()) :]))
+    except ModuleNotFoundError as error:
+        is_tyro = error.name == "tyro"
+        needs = "zeropp's commands need tyro, which is not installed; run pip install 'zeropp[cli]'"
+        print_error(ValueError(needs) if is_tyro else error)
+        return 1
     except KeyboardInterrupt:
         print_interrupted()
         return 130

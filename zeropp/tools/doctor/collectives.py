@@ -19,7 +19,7 @@ from torch import Tensor
 from ...comm import Ledger, Scratch, Wire
 from ...comm.bf16_ring import RingReduction
 from ...comm.chunks import ChunkPolicy
-from ...comm.execution import Inline, Transfer
+from ...comm.execution import Inline, Transfer, run_to_end
 from ...cpu.comm_threads import comm_thread
 from ...process_groups import world
 from ...topology import Hop
@@ -143,10 +143,10 @@ class Carrier:
         sent = out
         if self._pattern == "all_gather":
             out[self._me] = self._message(self._rank, EVERYONE, number, words)
-            finish(self._wire.all_gather(self._hop, world(), out))
+            run_to_end(self._wire.all_gather(self._hop, world(), out))
         else:
             sent = torch.stack([self._message(self._rank, peer, number, words) for peer in self._members])
-            finish(self._wire.all_to_all(self._hop, world(), sent, out))
+            run_to_end(self._wire.all_to_all(self._hop, world(), sent, out))
         to = EVERYONE if self._pattern == "all_gather" else self._rank
         expected = torch.stack([self._message(peer, to, number, words) for peer in self._members])
         self._received.append((number, (out != expected).sum(), out[:, :HEADER].clone()))

@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from ...comm import Ledger, Scratch, Wire
 from ...comm.bf16_ring import RingReduction
 from ...comm.chunks import ChunkPolicy
-from ...comm.execution import Inline
+from ...comm.execution import Inline, run_to_end
 from ...config import CodecName, Config
 from ...process_groups import world
 from ...quant import make_codec
@@ -218,9 +218,9 @@ def _prepare_ours(
 
     def run() -> None:
         if pattern == "all_gather":
-            finish(wire.all_gather(hop, world(), pieces))
+            run_to_end(wire.all_gather(hop, world(), pieces))
         else:
-            finish(wire.all_to_all(hop, world(), pieces, out))
+            run_to_end(wire.all_to_all(hop, world(), pieces, out))
 
     return run, (hop.size - 1) * nbytes
 

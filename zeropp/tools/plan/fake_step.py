@@ -134,8 +134,8 @@ class _FakeStep:
         )
 
     def _comm_thread_bytes(self) -> int:
-        """Bytes that `MAX_JOBS` concurrent jobs need on top of one: another set of buffers for each further
-        job, and a reduced shard for each job and for one that waits."""
+        """Bytes that `MAX_TRANSFERS` concurrent jobs need on top of one: another set of buffers for each
+        further job, and a reduced shard for each job and for one that waits."""
         all_comms = self._zpp.unit_comms
         buffers = self._zpp.communication_bytes - sum(comms.keeps().total for comms in all_comms)
         reduced = max(nbytes_of(comms.unit.params) for comms in all_comms)

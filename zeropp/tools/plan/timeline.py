@@ -230,7 +230,7 @@ class _TimelineBuilder:
             gathered.is_used = True
 
     def _collective(self, name: str, hops: tuple[TracedHop, ...], stream: str) -> int:
-        """Add all chunks, in the order in which comm/execution.py advances them. Return the last operation."""
+        """Add all chunks, in the order in which `pipelined` advances them. Return the last operation."""
         count = hops[0].chunks if hops else 0
         run_to_end(
             pipelined(self._chunk(f"{name}, chunk {k + 1}/{count}", hops, stream) for k in range(count))
