@@ -37,10 +37,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from .rotation import GROUP
 
-RowOrder = Sequence[int]
-"""A permutation of rows. The reorder before a hop and the transpose after one are nothing else."""
+RowOrder = Sequence[int] | None
+"""A permutation of rows: the reorder before a hop, or the transpose after it. None leaves rows in place."""
+Seed = int | None
+"""An integer from 0 to 2^64 - 1, for formats that round at random; the others ignore it."""
 
 ROW_ALIGNMENT = 16
 SCALE_BYTES = 2
@@ -102,6 +106,22 @@ class BlockFormat:
 
     def row_bytes(self, numel: int) -> int:
         return align(self.payload_bytes(numel) + self.blocks(numel) * SCALE_BYTES)
+
+
+@dataclass(frozen=True)
+class CastFormat:
+    """Elements as numbers of `dtype`, without blocks: the dtype of the buffer, or bf16."""
+
+    dtype: torch.dtype
+
+    rotate = False
+
+    @property
+    def unrotated(self) -> CastFormat:
+        return self
+
+    def row_bytes(self, numel: int) -> int:
+        return align(numel * self.dtype.itemsize)
 
 
 def align(nbytes: int) -> int:
