@@ -33,7 +33,13 @@ def decode_sum(
 
 
 def recode(
-    fmt: CastFormat, encoded: Tensor, into: CastFormat, out: Tensor, numel: int, factor: float, *_noise: object
+    fmt: CastFormat,
+    encoded: Tensor,
+    into: CastFormat,
+    out: Tensor,
+    numel: int,
+    factor: float,
+    *_noise: object,
 ) -> None:
     total = torch.empty(encoded.shape[1], numel, device=encoded.device)
     decode_sum(fmt, encoded, total, factor)

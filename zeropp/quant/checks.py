@@ -7,10 +7,12 @@ from torch import Tensor
 
 from .formats import SCALE_BYTES
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def check_values(name: str, values: Tensor) -> None:
     """Raise ValueError unless `values` [rows, S] can be encoded or decoded to."""
-    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not _has_contiguous_rows(values):
+    if values.dtype not in DTYPES or not _has_contiguous_rows(values):
         raise ValueError(
             f"{name} is {values.dtype} with strides {values.stride()}; expected contiguous rows of fp32, bf16 "
             "or fp16"

@@ -54,7 +54,9 @@ class Codec:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
         columns = _slices(part.numel for part in parts)
-        self._places = list(zip(parts, columns, _slices(p.fmt.row_bytes(p.numel) for p in parts), strict=True))
+        self._places = list(
+            zip(parts, columns, _slices(p.fmt.row_bytes(p.numel) for p in parts), strict=True)
+        )
         self.numel = sum(part.numel for part in parts)
         """Elements of a row."""
         self.row_bytes = sum(part.fmt.row_bytes(part.numel) for part in parts)
@@ -78,7 +80,9 @@ class Codec:
         Of a row of several segments, one must start at `first` and one must end at `last`.
         """
         if len(self.parts) == 1 and isinstance(fmt := self.parts[0].fmt, CastFormat):
-            return Codec([Part(last - first, fmt)]), slice(first * fmt.dtype.itemsize, last * fmt.dtype.itemsize)
+            return Codec([Part(last - first, fmt)]), slice(
+                first * fmt.dtype.itemsize, last * fmt.dtype.itemsize
+            )
         inside = [place for place in self._places if first <= place[1].start and place[1].stop <= last]
         return Codec([part for part, _, _ in inside]), slice(inside[0][2].start, inside[-1][2].stop)
 
@@ -110,7 +114,9 @@ class Codec:
         self, encoded: Tensor, into: Codec, out: Tensor, factor: float = 1.0, seed: Seed = None
     ) -> None:
         """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass where both have blocks."""
-        if [(part.numel, type(part.fmt)) for part in self.parts] == [(p.numel, type(p.fmt)) for p in into.parts]:
+        if [(part.numel, type(part.fmt)) for part in self.parts] == [
+            (p.numel, type(p.fmt)) for p in into.parts
+        ]:
             for ((numel, fmt, offset), _, at), (part, _, to) in zip(self._places, into._places, strict=True):
                 do = _implementation(fmt, out)
                 do.recode(fmt, encoded[..., at], part.fmt, out[:, to], numel, factor, seed, offset)

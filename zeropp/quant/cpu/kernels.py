@@ -1,8 +1,8 @@
 """The block formats compiled for the CPU by numba. Checks, shapes and threads are in launch.py.
 
-A kernel works on a range of *tiles* of some blocks each, so that threads can share a call. Tile t of row r has
-the number r * tiles + t. Buffers are flat, with the starts of their rows, so every view and every order works.
-A tile that a row does not fill is worked on in scratch memory, where blocks are whole.
+A kernel works on a range of *tiles* of some blocks each, so that threads can share a call. Tile t of row r is
+number r * tiles + t. Buffers are flat, with the starts of their rows, so every view and every order works. If
+a row does not fill its last tile, the kernel works on that tile in scratch memory, where blocks are whole.
 
 [Note: Speed]
     - Blocks are pointers: slices are reference counted, and their indices are checked for being negative.
@@ -52,7 +52,7 @@ from .simd import (
 )
 
 # Of simd.py; see [Note: Cache].
-INLINED_SHA256 = "b7300d25aed3bdfbfd7452e0e0e3a9bae9c4f84051b09aedb4424830d5176f27"
+INLINED_SHA256 = "f37a850873539e42a989d65bb069a81525956213fc27297c461130c9acc66d67"
 
 Array = NDArray[Any]
 Pointer = Any  # to the first of several elements: indexed like an array, unchecked

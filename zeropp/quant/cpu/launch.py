@@ -1,8 +1,8 @@
 """Block quantization on the CPU, at memory speed: reference.py bit for bit, in one pass and without copies.
 
-kernels.py does the work. This file checks what it gets, and shares the tiles between threads: as many as torch
-uses, each calling the same kernel, which releases the GIL. Any number of Python threads may call these
-functions at the same time.
+kernels.py does the work. This file checks the tensors, and shares the tiles between threads: as many as torch
+uses. Each calls the same kernel, which releases the GIL. Any number of Python threads may call these functions
+at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .simd import LANES
 ENCODE_TILE_SIZE = 2048
 # ... and few if there are no scales to find, so that reads and writes of memory alternate.
 DECODE_TILE_SIZE = 256
-# Several shares for each thread, because cores are not equally fast, but none too small to be worth handing out.
+# Several shares for each thread, because cores are not equally fast, but none too small to hand out.
 SHARES_PER_THREAD = 4
 MIN_ELEMENTS_PER_SHARE = 1 << 18
 

@@ -89,7 +89,7 @@ def instruction(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]],
 
 @intrinsic
 def pointer(typing_context: Any, values: Any, index: Any) -> Any:
-    """A pointer to an element of an array, which must outlive it, or to an element after another pointer's."""
+    """A pointer to an element of an array, which must outlive it, or to one after another pointer's."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         is_array = isinstance(values, types.Array)
@@ -177,10 +177,8 @@ def from_codes(builder: Any, given: Any, codes: Any) -> Any:
 def from_nibbles(builder: Any, given: Any, codes: Any, high: Any) -> Any:
     """Numbers of int4 codes, in the upper or in the lower half of each byte."""
     packed = builder.zext(_load_bytes(builder, codes), _INTS)
-    if given[1].literal_value:
-        nibbles = builder.lshr(packed, _ints(4))
-    else:
-        nibbles = builder.and_(packed, _ints(15))
+    is_high = given[1].literal_value
+    nibbles = builder.lshr(packed, _ints(4)) if is_high else builder.and_(packed, _ints(15))
     return builder.sitofp(builder.sub(nibbles, _ints(8)), _FLOATS)
 
 
@@ -260,7 +258,7 @@ def _mix(builder: Any, bits: Any) -> Any:
 
 @instruction(types.void, None, None, types.float32, None)
 def rotate_group(builder: Any, given: Any, source: Any, out: Any, largest: Any, inverse: Any) -> None:
-    """Rotate 64 elements, or turn them back, from any type to any type. See [Note: Rotation] in rotation.py."""
+    """Rotate 64 elements of any type, or turn them back. See [Note: Rotation] in rotation.py."""
     is_inverse = given[3].literal_value
     signs = [-1.0 if negative else 1.0 for negative in IS_NEGATIVE]
     before = [BEFORE if is_inverse else BEFORE * sign for sign in signs]

@@ -3,9 +3,9 @@
 Import this only where triton is installed. Tensors are on one GPU, or on the CPU under TRITON_INTERPRET=1,
 which must then be set before the first import of triton.
 
-Launches go to the current stream of the tensors' device. Nothing waits for the device, and nothing is allocated
-or copied, with one exception: a row order is uploaded at its first use, and stored. The first call of each
-kind compiles for about a second. Let both happen before capturing a CUDA graph.
+Launches go to the current stream of the tensors' device. Nothing waits for the device, and nothing is
+allocated or copied, with one exception: a row order is uploaded at its first use, and stored. The first call
+of each kind compiles for about a second. Let both happen before capturing a CUDA graph.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from ...comm.bf16_ring import reduce_scatter_bf16
 from ...comm.chunks import ChunkPolicy
 from ...comm.pipeline import finish
 from ...config import CodecName, Config
-from ...quant import make_codec
+from ...quant import Segment, make_codec
 from ...topology import Hop, Topology
 from ..bench.training import send_nothing
 from ..bench.workload import HEAD_WIDTH
@@ -160,9 +160,9 @@ def _codec_speed(meter: Meter, name: CodecName) -> CodecSpeed:
     """Speed of one codec, at 4 rows of 2^18 elements of a gradient."""
     rows, numel = 4, 1 << 18
     dtype = torch.float32 if meter.device.type == "cpu" else torch.bfloat16
-    codec = make_codec(name, dtype, BLOCK_SIZE)
+    codec = make_codec(name, dtype, [Segment(numel, BLOCK_SIZE)])
     source = torch.randn(rows, numel, device=meter.device).to(dtype)
-    encoded = torch.empty(rows, codec.row_bytes(numel), dtype=torch.uint8, device=meter.device)
+    encoded = torch.empty(rows, codec.row_bytes, dtype=torch.uint8, device=meter.device)
     out = torch.empty_like(source)
     encode = meter.seconds(lambda: codec.encode(source, encoded), LONG_ROUND)
     decode = meter.seconds(lambda: codec.decode(encoded, out), LONG_ROUND)
