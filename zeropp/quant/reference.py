@@ -56,16 +56,14 @@ def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder = Non
 
     encoded [rows, row_bytes] uint8; out [rows, S] of any float dtype.
     """
-    values = _values(fmt, encoded, out.shape[1])
-    if fmt.rotate:
-        values = unrotate(values, torch.finfo(out.dtype).max)
-    scatter_rows(values, out, order)
+    decode_sum(fmt, encoded.unsqueeze(0), out, order=order)
 
 
 def decode_sum(
-    fmt: BlockFormat, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False
-) -> None:
-    """out (+)= factor * (encoded[0] + encoded[1] + ...), summed in fp32 in this order.
+    fmt: BlockFormat, encoded: Tensor, out: Tensor,
+    factor: float = 1.0, accumulate: bool = False, order: RowOrder = None,
+) -> None:  # fmt: skip
+    """out[order[k]] (+)= factor * (encoded[0][k] + encoded[1][k] + ...), summed in fp32 in this order.
 
     encoded [senders, rows, row_bytes] uint8; out [rows, S] of any float dtype (fp32 to accumulate).
     """
@@ -73,9 +71,10 @@ def decode_sum(
     if fmt.rotate:
         total = unrotate(total, torch.finfo(out.dtype).max)
     if accumulate:
-        out += total
-    else:
-        out.copy_(total)
+        before = torch.empty_like(total)
+        gather_rows(out, before, order)
+        total = before + total
+    scatter_rows(total, out, order)
 
 
 def recode(

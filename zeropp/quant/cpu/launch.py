@@ -1,8 +1,8 @@
 """Block quantization on the CPU, at memory speed: reference.py bit for bit, in one pass and without copies.
 
-kernels.py does the work. This file checks the tensors, and shares the tiles between threads: as many as torch
-uses. Each calls the same kernel, which releases the GIL. Any number of Python threads may call these functions
-at the same time.
+The four functions of reference.py, for fp32, bf16 and fp16. kernels.py does the work. This file shares the
+tiles between threads, as many as torch uses. Each calls the same kernel, which releases the GIL. Any number
+of Python threads may call these functions at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..checks import check_encoded, check_order, check_values
+from ..checks import check_decode_sum, check_encode, check_order, check_recode, decode_by
 from ..formats import SCALE_BYTES, BlockFormat, RowOrder, Seed
 from ..noise import seed_key
 from . import kernels
@@ -44,36 +44,30 @@ _KERNEL_DTYPES = {  # see [Note: Elements] in simd.py
 def encode(
     fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder = None, seed: Seed = None, offset: int = 0
 ) -> None:
-    """See reference.py; source is fp32, bf16 or fp16."""
-    rows, numel = source.shape
-    check_values("source", source)
-    check_encoded("out", out, (rows, fmt.row_bytes(numel)), source)
+    rows, numel = check_encode(fmt, source, out)
     _zero_padding(fmt, out, numel)
     limit = torch.finfo(torch.float32 if fmt.rotate else source.dtype).max
     given = _rows(source, order), _rows(out), _format(fmt), _noise(fmt, seed, offset), np.float32(limit)
     _run(kernels.encode_range, given, rows, 1, numel, max(ENCODE_TILE_SIZE, fmt.block_size))
 
 
-def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder = None) -> None:
-    """See reference.py; out is fp32, bf16 or fp16."""
-    _decode(fmt, encoded.unsqueeze(0), out, order, factor=1.0, accumulate=False)
-
-
 def decode_sum(
-    fmt: BlockFormat, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False
-) -> None:
-    """See reference.py; out is fp32, bf16 or fp16."""
-    _decode(fmt, encoded, out, None, factor, accumulate)
+    fmt: BlockFormat, encoded: Tensor, out: Tensor,
+    factor: float = 1.0, accumulate: bool = False, order: RowOrder = None,
+) -> None:  # fmt: skip
+    senders, rows, numel = check_decode_sum(fmt, encoded, out)
+    given = (
+        *(_rows(encoded[0]), (senders, encoded.stride(0)), _rows(out, order), _format(fmt)),
+        *(np.float32(torch.finfo(out.dtype).max), np.float32(factor), accumulate),
+    )
+    _run(kernels.decode_range, given, rows, senders, numel, max(DECODE_TILE_SIZE, fmt.block_size))
 
 
 def recode(
     fmt: BlockFormat, encoded: Tensor, into: BlockFormat, out: Tensor, numel: int,
     factor: float = 1.0, seed: Seed = None, offset: int = 0,
 ) -> None:  # fmt: skip
-    """See reference.py."""
-    senders, rows, _ = encoded.shape
-    check_encoded("encoded", encoded, (max(senders, 1), rows, fmt.row_bytes(numel)), out)
-    check_encoded("out", out, (rows, into.row_bytes(numel)), encoded)
+    senders, rows = check_recode(fmt, encoded, into, out, numel)
     _zero_padding(into, out, numel)
     given = (
         *(_rows(encoded[0]), (senders, encoded.stride(0)), _format(fmt)),
@@ -83,17 +77,7 @@ def recode(
     _run(kernels.recode_range, given, rows, senders, numel, tile_size)
 
 
-def _decode(
-    fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder, factor: float, accumulate: bool
-) -> None:
-    (rows, numel), senders = out.shape, encoded.shape[0]
-    check_values("out", out)
-    check_encoded("encoded", encoded, (max(senders, 1), rows, fmt.row_bytes(numel)), out)
-    given = (
-        *(_rows(encoded[0]), (senders, encoded.stride(0)), _rows(out, order), _format(fmt)),
-        *(np.float32(torch.finfo(out.dtype).max), np.float32(factor), accumulate),
-    )
-    _run(kernels.decode_range, given, rows, senders, numel, max(DECODE_TILE_SIZE, fmt.block_size))
+decode = decode_by(decode_sum)
 
 
 def _format(fmt: BlockFormat) -> kernels.Format:

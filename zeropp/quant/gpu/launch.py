@@ -1,4 +1,5 @@
-"""Block quantization on NVIDIA and AMD GPUs: the four functions of reference.py, one Triton launch each.
+"""Block quantization on NVIDIA and AMD GPUs: the four functions of reference.py, for fp32, bf16 and fp16, one
+Triton launch each.
 
 Import this only where triton is installed. Tensors are on one GPU, or on the CPU under TRITON_INTERPRET=1,
 which must then be set before the first import of triton.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_encoded, check_order, check_values
+from ..checks import check_decode_sum, check_encode, check_order, check_recode, decode_by
 from ..formats import SCALE_BYTES, BlockFormat, RowOrder, Seed
 from ..noise import seed_key
 from ..rotation import LARGEST_FP32
@@ -34,10 +35,7 @@ LAUNCH = {
 def encode(
     fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder = None, seed: Seed = None, offset: int = 0
 ) -> None:
-    """See reference.py; source is fp32, bf16 or fp16."""
-    rows, numel = source.shape
-    check_values("source", source)
-    check_encoded("out", out, (rows, fmt.row_bytes(numel)), source)
+    rows, numel = check_encode(fmt, source, out)
     key = seed_key(seed) if fmt.stochastic else 0
     _launch(
         encode_kernel,
@@ -51,26 +49,29 @@ def encode(
     )
 
 
-def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder = None) -> None:
-    """See reference.py; out is fp32, bf16 or fp16."""
-    _decode(fmt, encoded.unsqueeze(0), out, order, factor=1.0, accumulate=False)
-
-
 def decode_sum(
-    fmt: BlockFormat, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False
-) -> None:
-    """See reference.py; out is fp32, bf16 or fp16."""
-    _decode(fmt, encoded, out, None, factor, accumulate)
+    fmt: BlockFormat, encoded: Tensor, out: Tensor,
+    factor: float = 1.0, accumulate: bool = False, order: RowOrder = None,
+) -> None:  # fmt: skip
+    senders, rows, numel = check_decode_sum(fmt, encoded, out)
+    _launch(
+        decode_kernel,
+        (encoded, out, _on_device(order, out), numel, *encoded.stride()[:2], out.stride(0), factor),
+        *(fmt, rows, numel, out),
+        senders=senders,
+        bits=fmt.bits,
+        block_size=fmt.block_size,
+        rotated=fmt.rotate,
+        largest=torch.finfo(out.dtype).max if fmt.rotate else LARGEST_FP32,
+        accumulate=accumulate,
+    )
 
 
 def recode(
     fmt: BlockFormat, encoded: Tensor, into: BlockFormat, out: Tensor, numel: int,
     factor: float = 1.0, seed: Seed = None, offset: int = 0,
 ) -> None:  # fmt: skip
-    """See reference.py."""
-    senders, rows, _ = encoded.shape
-    check_encoded("encoded", encoded, (max(senders, 1), rows, fmt.row_bytes(numel)), out)
-    check_encoded("out", out, (rows, into.row_bytes(numel)), encoded)
+    senders, rows = check_recode(fmt, encoded, into, out, numel)
     key = seed_key(seed) if into.stochastic else 0
     _launch(
         recode_kernel,
@@ -86,23 +87,7 @@ def recode(
     )
 
 
-def _decode(
-    fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder, factor: float, accumulate: bool
-) -> None:
-    (rows, numel), senders = out.shape, encoded.shape[0]
-    check_values("out", out)
-    check_encoded("encoded", encoded, (max(senders, 1), rows, fmt.row_bytes(numel)), out)
-    _launch(
-        decode_kernel,
-        (encoded, out, _on_device(order, out), numel, *encoded.stride()[:2], out.stride(0), factor),
-        *(fmt, rows, numel, out),
-        senders=senders,
-        bits=fmt.bits,
-        block_size=fmt.block_size,
-        rotated=fmt.rotate,
-        largest=torch.finfo(out.dtype).max if fmt.rotate else LARGEST_FP32,
-        accumulate=accumulate,
-    )
+decode = decode_by(decode_sum)
 
 
 def _launch(
