@@ -54,9 +54,9 @@ class Codec:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
         columns = _slices(part.numel for part in parts)
-        self._places = list(
-            zip(parts, columns, _slices(p.fmt.row_bytes(p.numel) for p in parts), strict=True)
-        )
+        in_row = _slices(part.fmt.row_bytes(part.numel) for part in parts)
+        self._places = list(zip(parts, columns, in_row, strict=True))
+        self._cut = [(part.numel, type(part.fmt)) for part in parts]
         self.numel = sum(part.numel for part in parts)
         """Elements of a row."""
         self.row_bytes = sum(part.fmt.row_bytes(part.numel) for part in parts)
@@ -64,6 +64,7 @@ class Codec:
 
     @property
     def rotates(self) -> bool:
+        """Whether any segment is rotated."""
         return any(part.fmt.rotate for part in self.parts)
 
     @property
@@ -80,11 +81,10 @@ class Codec:
         Of a row of several segments, one must start at `first` and one must end at `last`.
         """
         if len(self.parts) == 1 and isinstance(fmt := self.parts[0].fmt, CastFormat):
-            return Codec([Part(last - first, fmt)]), slice(
-                first * fmt.dtype.itemsize, last * fmt.dtype.itemsize
-            )
-        inside = [place for place in self._places if first <= place[1].start and place[1].stop <= last]
-        return Codec([part for part, _, _ in inside]), slice(inside[0][2].start, inside[-1][2].stop)
+            size = fmt.dtype.itemsize
+            return Codec([Part(last - first, fmt)]), slice(first * size, last * size)
+        parts = [place for place in self._places if first <= place[1].start and place[1].stop <= last]
+        return Codec([part for part, _, _ in parts]), slice(parts[0][2].start, parts[-1][2].stop)
 
     def encode(self, source: Tensor, out: Tensor, order: RowOrder = None, seed: Seed = None) -> None:
         """out[k] = encoded source[order[k]].
@@ -113,22 +113,20 @@ class Codec:
     def recode(
         self, encoded: Tensor, into: Codec, out: Tensor, factor: float = 1.0, seed: Seed = None
     ) -> None:
-        """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass where both have blocks."""
-        if [(part.numel, type(part.fmt)) for part in self.parts] == [
-            (p.numel, type(p.fmt)) for p in into.parts
-        ]:
+        """out = into.encode(factor * (encoded[0] + encoded[1] + ...)), in one pass if both have blocks."""
+        if self._cut == into._cut:
             for ((numel, fmt, offset), _, at), (part, _, to) in zip(self._places, into._places, strict=True):
-                do = _implementation(fmt, out)
-                do.recode(fmt, encoded[..., at], part.fmt, out[:, to], numel, factor, seed, offset)
-        else:  # one of them has no segments
+                recode = _implementation(fmt, out).recode
+                recode(fmt, encoded[..., at], part.fmt, out[:, to], numel, factor, seed, offset)
+        else:  # one of them casts whole rows
             total = torch.empty(encoded.shape[1], self.numel, device=encoded.device)
-            Codec(self.parts).decode_sum(encoded, total, factor)
-            Codec(into.parts).encode(total, out, None, seed)
+            Codec(self.parts).decode_sum(encoded, total, factor)  # a plain Codec does not count
+            Codec(into.parts).encode(total, out, seed=seed)
         self.count("recode_from", encoded)
         into.count("recode_to", out)
 
     def count(self, operation: Operation, rows: Tensor) -> None:
-        """Do nothing; a subclass may count what is done. `rows` [..., rows, width] are read or written."""
+        """Do nothing. A subclass may count operations, and the rows [..., width] that they read or wrote."""
 
 
 def make_codec(
@@ -140,7 +138,7 @@ def make_codec(
 ) -> Codec:
     """Return the codec for rows of `dtype`. Only floats of 32 or 16 bits are cast or quantized.
 
-    FSDP2 passes uint8 when a unit mixes dtypes; quantizing those bytes would destroy them.
+    FSDP2 passes uint8 if a unit mixes dtypes. Quantizing those bytes would destroy them.
     """
     if name in ("none", "bf16") or dtype not in QUANTIZABLE_DTYPES:
         wire_dtype = torch.bfloat16 if name == "bf16" and dtype in QUANTIZABLE_DTYPES else dtype

@@ -102,7 +102,7 @@ def _sum(fmt: BlockFormat, encoded: Tensor, numel: int, factor: float) -> Tensor
 
 
 def _values(fmt: BlockFormat, encoded: Tensor, numel: int) -> Tensor:
-    """The fp32 values [rows, numel] of encoded rows."""
+    """Return the fp32 values [rows, numel] of encoded rows."""
     rows = encoded.shape[0]
     if numel == 0:
         return torch.empty(rows, 0, device=encoded.device)
@@ -133,7 +133,7 @@ def _scales(fmt: BlockFormat, x: Tensor, largest: float) -> Tensor:
 
 
 def _split(fmt: BlockFormat, row: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Views of the payload (uint8) and the scales (bf16) of encoded rows."""
+    """Return views of the payload (uint8) and the scales (bf16) of encoded rows."""
     end = fmt.payload_bytes(numel)
     scales = row[:, end : end + fmt.blocks(numel) * SCALE_BYTES]
     return row[:, :end], scales.view(torch.bfloat16)
