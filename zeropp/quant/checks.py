@@ -66,7 +66,8 @@ def _check_encoded(name: str, encoded: Tensor, shape: tuple[int, ...], other: Te
             f"{name} is {encoded.dtype} of shape {tuple(encoded.shape)} with strides {encoded.stride()}; "
             f"expected uint8 of shape {shape} with contiguous rows"
         )
-    if any(distance % SCALE_BYTES for distance in (encoded.data_ptr(), *encoded.stride()[:-1])):
+    distances = (distance for size, distance in zip(shape, encoded.stride()[:-1], strict=False) if size > 1)
+    if shape[-1] and any(start % SCALE_BYTES for start in (encoded.data_ptr(), *distances)):
         raise ValueError(
             f"{name} has rows at odd addresses (strides {encoded.stride()}); expected multiples of "
             f"{SCALE_BYTES} bytes, for the scales"

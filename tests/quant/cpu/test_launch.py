@@ -78,5 +78,6 @@ def test_what_it_would_do_wrong_is_refused() -> None:
         cpu.encode(fmt, source, out, [0, 0])
     with pytest.raises(ValueError, match="expected contiguous rows"):
         cpu.encode(fmt, torch.zeros(128, 2).T, out)
+    uneven = BlockFormat(4, 48)
     with pytest.raises(ValueError, match="block_size is 48; expected a multiple of 32"):
-        cpu.decode(BlockFormat(4, 48), out, source)
+        cpu.encode(uneven, source, torch.zeros(2, uneven.row_bytes(128), dtype=torch.uint8))
