@@ -28,7 +28,7 @@ def test_codecs_by_name() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.int32])
-def test_what_cannot_be_quantized_is_sent_as_it_is(name: Any, dtype: torch.dtype) -> None:
+def test_other_dtypes_are_sent_unchanged(name: Any, dtype: torch.dtype) -> None:
     codec = make_codec(name, dtype, [Segment(37, 128)])
     x = torch.randint(0, 255, (3, 37)).to(dtype)
     encoded = torch.empty(3, codec.row_bytes, dtype=torch.uint8)
@@ -71,7 +71,7 @@ SEGMENTS = st.lists(SEGMENT, min_size=1, max_size=4)
 def test_each_segment_of_a_row_is_what_it_would_be_alone(
     name: Any, into_name: Any, rotate: bool, stochastic: bool, segments: list[Segment], order: list[int]
 ) -> None:
-    """In every operation, to the last bit, one after the other."""
+    """To the last bit, in every operation; the bytes of segments follow one another."""
     numel, dtype, seed = sum(segment.numel for segment in segments), torch.float32, 5
     codec, second = (make_codec(wire, dtype, segments, rotate, stochastic) for wire in (name, into_name))
     x = torch.randn(2, 3, numel)

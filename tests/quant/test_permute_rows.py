@@ -14,7 +14,7 @@ from zeropp.quant.permute_rows import gather_rows, scatter_rows, transposed_widt
 
 @given(st.integers(1, 12).flatmap(lambda rows: st.permutations(range(rows))))
 def test_any_order_is_copied_as_indexing_would(order: list[int]) -> None:
-    source = torch.randn(len(order), 10)[:, 2:9]  # a chunk: columns of something larger
+    source = torch.randn(len(order), 10)[:, 2:9]  # a chunk: some columns of a larger buffer
     out = torch.zeros(len(order), 8, dtype=torch.bfloat16)[:, 1:]
     gather_rows(source, out, order)
     assert torch.equal(out, source[order].to(torch.bfloat16))
@@ -36,13 +36,13 @@ def test_other_orders_are_no_transpose(order: tuple[int, ...]) -> None:
     assert transposed_width(order) == 0
 
 
-def test_what_is_no_permutation_is_refused() -> None:
+def test_an_order_that_is_no_permutation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"order is \(0, 0\); expected a permutation of the 2 rows"):
         gather_rows(torch.zeros(2, 3), torch.zeros(2, 3), (0, 0))
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operation that runs inside."""
+    """Records every operation that runs inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("name", ["none", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_cast_codecs_upload_nothing_and_copy_once(name: Any, dtype: torch.dtype) -> None:
-    """An index would be a host synchronization on a device with streams."""
+    """An index tensor would synchronize the host with a device that has streams."""
     codec, aten = make_codec(name, dtype, [Segment(33, 128)]), torch.ops.aten
     rows, order = torch.randint(0, 100, (6, 33)).to(dtype), (0, 2, 4, 1, 3, 5)
     encoded, out = torch.empty(6, codec.row_bytes, dtype=torch.uint8), torch.empty_like(rows)

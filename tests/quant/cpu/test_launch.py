@@ -1,4 +1,4 @@
-"""What test_conformance.py does not show of the CPU kernels: their cache on disk, and their input checks."""
+"""The CPU kernels' cache on disk and input checks. Their results are tested in test_conformance.py."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_of_several_processes_at_once_one_compiles(tmp_path: Path) -> None:
     assert hits_and_misses == ["0 1", "1 0", "1 0"]
 
 
-def test_a_change_to_what_is_inlined_changes_the_file_that_numba_looks_at() -> None:
-    """See [Note: Cache] in kernels.py. Write the new sum there, and the kernels are compiled again."""
+def test_a_change_of_simd_changes_the_file_that_numba_checks() -> None:
+    """See [Note: Cache] in kernels.py. Writing the new sum there makes numba compile the kernels again."""
     assert hashlib.sha256(Path(str(simd.__file__)).read_bytes()).hexdigest() == kernels.INLINED_SHA256
 
 
 @pytest.mark.skipif(not get_host_cpu_features().get("avx2"), reason="this CPU has no AVX2")
 def test_kernels_for_a_cpu_without_avx512_equal_the_reference_too() -> None:
-    """Two of the four kernels: compiling takes most of the time, once per machine."""
+    """Only two kernels, because most of the time is compilation, once per machine."""
     tests = "(test_encode and 4-stochastic or test_decode_sum and 4-) and dtype1 and not rotated"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", CONFORMANCE, "-k", tests],
@@ -67,7 +67,7 @@ def test_kernels_for_a_cpu_without_avx512_equal_the_reference_too() -> None:
     assert "2 passed" in run.stdout
 
 
-def test_what_it_would_do_wrong_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     fmt = BlockFormat(8, 128)
     source, out = torch.zeros(2, 128), torch.zeros(2, fmt.row_bytes(128), dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"torch\.float64"):
