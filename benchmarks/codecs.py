@@ -23,7 +23,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from zeropp.comm.chunks import Piece, row_segments
-from zeropp.quant import BlockCodec, BlockFormat, CastCodec, Codec, make_codec
+from zeropp.quant import BlockFormat, CastFormat, Codec, make_codec
+from zeropp.quant.codec import Part
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import quickstart  # type: ignore[import-not-found, unused-ignore]
@@ -136,7 +137,7 @@ def rotations(options: Options, recording: Recording) -> Section:
     samples["gradients of the MLP's second matrices"] = flat(
         p.grad for name, p in recording.weights.named_parameters() if name.endswith("down.weight")
     )
-    plain, ours = BlockCodec(BlockFormat(4, 128)), BlockCodec(BlockFormat(4, 128, rotate=True))
+    plain, ours = BlockFormat(4, 128), BlockFormat(4, 128, rotate=True)
     rows = [["none", "-", *(f"{relative(roundtrip(plain, x), x):.4f}" for x in samples.values())]]
     for size in (32, 64, 128):
         random_signs = torch.randint(0, 2, (size,)) * 2 - 1
@@ -157,7 +158,7 @@ def outliers(options: Options) -> Section:
         blocks = x[: len(x) // 128 * 128].view(-1, 128)
         blocks = blocks[blocks.any(1)]
         peaks = blocks.abs().amax(1) / blocks.square().mean(1).sqrt()
-        errors = (f"{relative(roundtrip(BlockCodec(fmt), x), x):.4f}" for fmt in formats)
+        errors = (f"{relative(roundtrip(fmt, x), x):.4f}" for fmt in formats)
         rows.append([name, f"{peaks.median():.1f}", f"{peaks.quantile(0.99):.1f}", *errors])
     columns = ["gradients", "max / rms of a block: median", "99%", *map(name_of, formats)]
     return Section("Outliers: relative error", columns, rows)
@@ -171,14 +172,14 @@ def hadamard(size: int) -> Tensor:
     return matrix
 
 
-def settings() -> Iterator[tuple[str, Codec, float]]:
-    yield "bf16", CastCodec(torch.bfloat16), 16
+def settings() -> Iterator[tuple[str, BlockFormat | CastFormat, float]]:
+    yield "bf16", CastFormat(torch.bfloat16), 16
     for bits, block_sizes in ((8, (128, 256)), (4, (64, 128, 256))):
         for block_size in block_sizes:
             for rotate in (False, True):
                 for stochastic in (False, True):
                     fmt = BlockFormat(bits, block_size, rotate, stochastic)
-                    yield name_of(fmt), BlockCodec(fmt), fmt.effective_bits
+                    yield name_of(fmt), fmt, fmt.effective_bits
 
 
 def name_of(fmt: BlockFormat) -> str:
@@ -199,7 +200,7 @@ def two_hops(recording: Recording) -> Section:
         row = [name_of(first), name_of(second)]
         for nodes, local_ranks in ((2, 2), (8, 8)):
             x = recording.of_ranks[: nodes * local_ranks].view(nodes, local_ranks, -1)
-            result = reduce_in_two_hops(x, BlockCodec(first), BlockCodec(second), seed=0)
+            result = reduce_in_two_hops(x, first, second, seed=0)
             mean = x.mean((0, 1))
             row += [f"{relative(result, mean):.4f}", f"{gain(result, mean):+.2%}"]
         rows.append(row)
@@ -207,17 +208,18 @@ def two_hops(recording: Recording) -> Section:
     return Section("Two hops: the mean of real gradients of all ranks", columns, rows)
 
 
-def reduce_in_two_hops(x: Tensor, first: BlockCodec, second: BlockCodec, seed: int) -> Tensor:
+def reduce_in_two_hops(x: Tensor, first_fmt: BlockFormat, second_fmt: BlockFormat, seed: int) -> Tensor:
     """Return the mean of `x` [nodes, ranks, P]. Every rank sends its gradients as one row, which has the same
     error as one row per receiver."""
     nodes, ranks, numel = x.shape
-    across = torch.empty(nodes, 1, second.row_bytes(numel), dtype=torch.uint8)
-    in_node = torch.empty(ranks, 1, first.row_bytes(numel), dtype=torch.uint8)
+    first, second = (Codec([Part(numel, fmt)]) for fmt in (first_fmt, second_fmt))
+    across = torch.empty(nodes, 1, second.row_bytes, dtype=torch.uint8)
+    in_node = torch.empty(ranks, 1, first.row_bytes, dtype=torch.uint8)
     for node in range(nodes):
         for rank in range(ranks):
             first.encode(x[node, rank].unsqueeze(0), in_node[rank], seed=seed + 1 + node * ranks + rank)
         recode_seed = seed + 1 + nodes * ranks + node
-        first.recode(in_node, second, across[node], numel, 1 / (nodes * ranks), seed=recode_seed)
+        first.recode(in_node, second, across[node], 1 / (nodes * ranks), seed=recode_seed)
     out = torch.empty(1, numel)
     second.decode_sum(across, out)
     return out[0]
@@ -226,11 +228,11 @@ def reduce_in_two_hops(x: Tensor, first: BlockCodec, second: BlockCodec, seed: i
 def feedback(recording: Recording) -> Section:
     """Encode the gradients of all steps as int4 and add the error of each step to the next. LoCo averages
     errors."""
-    total, state_codec = recording.history.sum(0), BlockCodec(BlockFormat(8, 128))
+    total, state_codec = recording.history.sum(0), BlockFormat(8, 128)
     rows = []
     for name, codec in (
-        ("int4, block 128", BlockCodec(BlockFormat(4, 128))),
-        ("int4, block 128, rotated", BlockCodec(BlockFormat(4, 128, rotate=True))),
+        ("int4, block 128", BlockFormat(4, 128)),
+        ("int4, block 128, rotated", BlockFormat(4, 128, rotate=True)),
     ):
         for weight, state_name in ((0.0, "none"), (1.0, "fp32"), (1.0, "int8"), (0.5, "fp32"), (0.5, "int8")):
             sent, state, state_error = torch.zeros_like(total), torch.zeros_like(total), 0.0
@@ -302,12 +304,12 @@ def compare_alignment(parameters: dict[str, Tensor], ranks: int, fmt: BlockForma
     segments = row_segments([Piece(shard.shape[1]) for shard in shards], fmt.block_size)
     name: Literal["int8", "int4"] = "int8" if fmt.bits == 8 else "int4"
     codecs: dict[str, Codec] = {
-        "mixed": BlockCodec(fmt),
-        "sent": make_codec(name, torch.float32, fmt.block_size, segments=segments),
+        "mixed": Codec([Part(is_matrix.shape[1], fmt)]),
+        "sent": make_codec(name, torch.float32, segments),
     }
     x = torch.cat(shards, dim=1)
     decoded = {name: roundtrip(codec, x) for name, codec in codecs.items()}
-    row_bytes = {name: codec.row_bytes(x.shape[1]) for name, codec in codecs.items()}
+    row_bytes = {name: codec.row_bytes for name, codec in codecs.items()}
     blocks = nn.functional.pad(is_matrix[0].float(), (0, -x.shape[1] % fmt.block_size)).view(
         -1, fmt.block_size
     )
@@ -335,9 +337,11 @@ def padded_shards(parameter: Tensor, ranks: int) -> Tensor:
     return nn.functional.pad(matrix, (0, 0, 0, rows * ranks - len(matrix))).view(ranks, -1)
 
 
-def roundtrip(codec: Codec, x: Tensor, seed: int = 0) -> Tensor:
+def roundtrip(codec: Codec | BlockFormat | CastFormat, x: Tensor, seed: int = 0) -> Tensor:
     source = x.view(-1, x.shape[-1])
-    encoded = torch.empty(len(source), codec.row_bytes(source.shape[1]), dtype=torch.uint8)
+    if not isinstance(codec, Codec):
+        codec = Codec([Part(source.shape[1], codec)])
+    encoded = torch.empty(len(source), codec.row_bytes, dtype=torch.uint8)
     out = torch.empty_like(source)
     codec.encode(source, encoded, seed=seed)
     codec.decode(encoded, out)

@@ -22,7 +22,7 @@ from zeropp.comm import Ledger
 from zeropp.comm import error_feedback as feedback
 from zeropp.comm.layout import ErrorCodecs, HopCodec
 from zeropp.comm.ledger import KEPT_ERRORS
-from zeropp.quant import BlockCodec, BlockFormat
+from zeropp.quant import Segment, make_codec
 
 NUMEL, STEPS, BLOCK_SIZE = 1 << 15, 60, 128
 
@@ -50,17 +50,18 @@ def all_gradients() -> dict[str, list[Tensor]]:
 def errors(given: list[Tensor], average: float | None) -> tuple[float, float]:
     """Return the relative errors of the sum and of a step (mean over all). `average` None: without
     feedback."""
-    codec = BlockCodec(BlockFormat(4, BLOCK_SIZE))
+    row = [Segment(NUMEL, BLOCK_SIZE)]
+    codec = make_codec("int4", torch.float32, row)
     counted = partial(HopCodec, Ledger(), "unit", "reduce_scatter", KEPT_ERRORS)
     codecs = ErrorCodecs(
-        kept=counted("int8", BlockCodec(BlockFormat(8, BLOCK_SIZE)), NUMEL),
-        sent=counted("int4", codec, NUMEL),
+        kept=counted("int8", make_codec("int8", torch.float32, row)),
+        sent=counted("int4", codec),
     )
     kept = feedback.Feedback("benchmark")
     feedback.AVERAGE = average or 1.0
     total, single = torch.zeros(1, NUMEL), 0.0
     for gradient in given:
-        sums, sent = gradient.clone(), torch.empty(1, codec.row_bytes(NUMEL), dtype=torch.uint8)
+        sums, sent = gradient.clone(), torch.empty(1, codec.row_bytes, dtype=torch.uint8)
         if average is not None:
             kept.add_to(0, sums, codecs)
         codec.encode(sums, sent)

@@ -238,10 +238,10 @@ def _run_a_kernel() -> None:
     """See [Note: Templates]."""
     import torch
 
-    from zeropp.quant import make_codec
+    from zeropp.quant import Segment, make_codec
 
-    codec = make_codec("int8", torch.float32, 128)
-    codec.encode(torch.zeros(1, 1), torch.empty(1, codec.row_bytes(1), dtype=torch.uint8))
+    codec = make_codec("int8", torch.float32, [Segment(1, 128)])
+    codec.encode(torch.zeros(1, 1), torch.empty(1, codec.row_bytes, dtype=torch.uint8))
 
 
 def _collect_garbage(known: int) -> int:

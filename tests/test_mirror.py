@@ -22,10 +22,10 @@ ELSEWHERE = {
     "tools/plan/catalog": "tools/plan/test_hardware",
     "tools/plan/result": "tools/report/test_plan",
     "tools/plan/step_recorder": "tools/plan/test_fake_step",
-    "quant/cpu/blocks": "quant/test_conformance",  # all kernels against reference.py, bit for bit
+    "quant/cast": "quant/test_codec",
+    "quant/checks": "quant/test_conformance",
     "quant/cpu/cache": "quant/cpu/test_launch",
-    "quant/cpu/intrinsics": "quant/test_conformance",
-    "quant/cpu/kernels": "quant/test_conformance",
+    "quant/cpu/kernels": "quant/test_conformance",  # all kernels against reference.py, bit for bit
     "quant/cpu/simd": "quant/test_conformance",
     "quant/noop": "tools/plan/test_dry_run",
     "quant/formats": "quant/test_reference",

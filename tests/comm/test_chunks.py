@@ -134,7 +134,7 @@ def test_padding_costs_less_than_one_percent(model: str, ranks: int) -> None:
     pieces = padded_shards(MODELS[model], ranks)
     numel, segments = sum(piece.numel for piece in pieces), row_segments(pieces, 128)
     ours, least = (
-        sum(make_codec(name, FP32, 128, segments=known).row_bytes(numel) for name in NAMES)
-        for known in (segments, ())
+        sum(make_codec(name, FP32, known).row_bytes for name in NAMES)
+        for known in (segments, [Segment(numel, 128)])
     )
     assert ours <= 1.01 * least

@@ -1,7 +1,7 @@
 """Every implementation of the block formats against the plain torch reference, bit for bit.
 
-Add an implementation to IMPLEMENTATIONS and all of this applies to it. Buffers are views at odd offsets with
-gaps between rows, and are compared whole, so that a write outside of the view is seen too.
+Add an implementation to IMPLEMENTATIONS, and all of these tests run with it. Buffers are views at odd offsets
+with gaps between rows. Whole buffers are compared, so a write outside of the view is found, too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Implementation:
     name: str
     module: ModuleType
     max_examples: int
-    """Per test; lower it for an implementation that is slow to run."""
+    """Per test. Lower it for a slow implementation."""
     max_numel: int
     """Elements of a row."""
     max_rows: int = 5
     option_examples: int = 12
-    """Examples for formats that rotate or round at random: they share most of the code with the others."""
+    """Examples for formats that rotate or round at random, which share most of the code with the others."""
     shares_work: bool = False
-    """Between threads, if rows are long."""
+    """Whether threads share long rows."""
 
     def examples(self, option: str) -> int:
         return min(self.option_examples, self.max_examples) if option else self.max_examples
@@ -62,7 +62,7 @@ class Case:
     rows: int
     numel: int
     seed: int
-    """Seed of the values: hypothesis looks for shapes, and torch fills them faster."""
+    """Seed of the values. hypothesis chooses shapes, and torch fills them, which is faster."""
     gap: int
     """Elements before the first row and after each row."""
     order: list[int] | None
@@ -75,7 +75,7 @@ class Case:
 
 @st.composite
 def formats(draw: st.DrawFn, bits: int, option: str) -> BlockFormat:
-    """Those with every block size that the option allows."""
+    """Formats of every block size that the option allows."""
     sizes = BLOCK_SIZES[1:] if "rotated" in option else BLOCK_SIZES
     return BlockFormat(bits, draw(st.sampled_from(sizes)), **OPTIONS[option])
 
@@ -190,7 +190,7 @@ def test_recode(
 
 @pytest.mark.parametrize("option", ["", "rotated, stochastic"])
 def test_shares_of_threads(implementation: Implementation, option: str) -> None:
-    """Rows long enough to be shared by two threads, and four threads calling at once."""
+    """Four threads call at once, with rows that are long enough for two threads to share."""
     numel = 300_001
     if not implementation.shares_work:
         pytest.skip(f"{implementation.name} does not share work")
@@ -222,7 +222,7 @@ def test_shares_of_threads(implementation: Implementation, option: str) -> None:
             assert_same_bits(ours.flatten(), theirs.flatten())
 
 
-def test_cpu_rejects_what_would_touch_other_memory() -> None:
+def test_cpu_refuses_arguments_that_would_touch_other_memory() -> None:
     fmt = BlockFormat(8, 128)
     source, out = torch.zeros(2, 128), torch.zeros(2, 144, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"order is \(0, 0\); expected a permutation of the 2 rows"):
@@ -244,7 +244,7 @@ def factors() -> st.SearchStrategy[float]:
 
 
 def make_source(case: Case, dtype: torch.dtype) -> Tensor:
-    """Rows [rows, numel] of pieces of different kinds, all of them of several blocks or less."""
+    """Rows [rows, numel] of pieces of different kinds, each a few blocks long or shorter."""
     generator = torch.Generator().manual_seed(case.seed)
     values = torch.randn(case.rows, case.numel, generator=generator)
     largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
@@ -268,7 +268,7 @@ def make_source(case: Case, dtype: torch.dtype) -> Tensor:
 
 
 def make_encoded(case: Case, source_dtype: torch.dtype, senders: int) -> Tensor:
-    """Rows [senders, rows, row_bytes] from the reference; the last sender's bytes are arbitrary ones."""
+    """Rows [senders, rows, row_bytes] from the reference. A quarter has random bytes of the last sender."""
     row_bytes = case.fmt.row_bytes(case.numel)
     generator = torch.Generator().manual_seed(case.seed)
     gap = 2 * case.gap  # the reference views scales as bf16, so they must be aligned to 2 bytes
@@ -284,7 +284,7 @@ def make_encoded(case: Case, source_dtype: torch.dtype, senders: int) -> Tensor:
 
 
 def make_out(case: Case, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
-    """A buffer of arbitrary content, and the view [rows, width] of it that the gaps leave."""
+    """A buffer of random content, and the view [rows, width] between its gaps."""
     gap = case.gap * (2 if dtype == torch.uint8 else 1)
     generator = torch.Generator().manual_seed(case.seed)
     numel = gap + case.rows * (width + gap)
@@ -296,7 +296,7 @@ def make_out(case: Case, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """NaN is NaN, whatever its payload."""
+    """Compare bits, except the payload of NaN."""
     if actual.is_floating_point():
         assert torch.equal(actual.isnan(), expected.isnan())
         actual, expected = actual.nan_to_num(0, torch.inf), expected.nan_to_num(0, torch.inf)

@@ -6,8 +6,7 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeropp.quant import noop as dry
-from zeropp.quant import reference
+from zeropp.quant import noop, reference
 from zeropp.quant.cpu import launch as cpu
 from zeropp.quant.dispatch import implementation_for
 from zeropp.quant.formats import BlockFormat
@@ -17,13 +16,13 @@ import logging, sys
 sys.modules["numba"] = None  # as if it were not installed
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout)
 import torch, zeropp
-from zeropp.quant import make_codec, reference
+from zeropp.quant import Segment, make_codec, reference
 from zeropp.quant.dispatch import implementation_for
 x = torch.randn(2, 300)
 for _ in range(2):
     assert implementation_for(x) is reference
-    codec = make_codec("int8", x.dtype, 128)
-    encoded = torch.empty(2, codec.row_bytes(300), dtype=torch.uint8)
+    codec = make_codec("int8", x.dtype, [Segment(300, 128)])
+    encoded = torch.empty(2, codec.row_bytes, dtype=torch.uint8)
     codec.encode(x, encoded)
 """
 
@@ -36,7 +35,7 @@ def test_fake_tensors_of_a_dry_run_have_nothing_to_encode() -> None:
     with FakeTensorMode():
         x, encoded = torch.zeros(2, 3), torch.zeros(2, 1, 16, dtype=torch.uint8)
         implementation = implementation_for(x)
-        assert implementation is dry
+        assert implementation is noop
         int8 = BlockFormat(bits=8, block_size=32)
         implementation.encode(int8, x, encoded[0], [1, 0])
         implementation.decode(int8, encoded[0], x, order=None)

@@ -1,7 +1,7 @@
 """The GPU kernels on the CPU, in Triton's interpreter, against the reference, bit for bit.
 
 TRITON_INTERPRET=1 must be set before triton is imported, and nothing can be compiled afterwards. So pytest
-runs this file a second time, in a process of its own with the variable set, and there it holds the tests.
+runs this file a second time, in a separate process with the variable set. Only there it has the tests.
 """
 
 from __future__ import annotations
@@ -63,19 +63,20 @@ else:
 
     @pytest.fixture(autouse=True)
     def quiet_numpy() -> Iterator[None]:
-        """The interpreter computes with numpy, which warns of the overflows that are wanted here."""
+        """The interpreter computes with numpy, which warns of overflows. Here they are intended."""
         with np.errstate(all="ignore"):
             yield
 
     @cache
     def languages(function: Any) -> tuple[bool, ...]:
-        """Which modules of triton's language the function sees."""
+        """Which modules of triton's language the function refers to."""
         return tuple(any(value is lang for value in function.__globals__.values()) for lang in (tl, tl.core))
 
     @pytest.fixture(autouse=True)
     def patches_once(monkeypatch: pytest.MonkeyPatch) -> None:
-        """The interpreter replaces triton's language for a kernel, and again, which takes half of the time,
-        for every function that the kernel calls. Once for all that see the same modules of it is enough."""
+        """Replace triton's language once for all functions of a kernel that refer to the same modules of it.
+
+        The interpreter does it for every function that the kernel calls, which takes half of the time."""
         patch, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
         patched: set[tuple[bool, ...]] = set()
 
@@ -95,7 +96,7 @@ else:
 
     @pytest.fixture(autouse=True)
     def remembers_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-        """For each operation the interpreter makes a table of all dtypes, to look for one in it."""
+        """Cache dtypes. The interpreter makes a table of all dtypes for each operation, and looks up one."""
         look, found = interpreter._get_np_dtype, {}
 
         def look_once(dtype: Any) -> Any:
@@ -111,7 +112,7 @@ else:
     def test_every_format(bits: int, block_size: int) -> None:
         """Two tiles, the second with a tail; rows that start anywhere; NaN, Inf, huge, tiny and zeros.
 
-        One dtype for each format: a kernel computes in fp32, and the dtype only changes its load or store."""
+        One dtype for each format: kernels compute in fp32, and the dtype changes only a load or a store."""
         fmt = BlockFormat(bits, block_size)
         case = Case(GPU, fmt, rows=2, numel=4099, seed=block_size, gap=3, order=[1, 0])
         dtype = FLOAT_DTYPES[(BLOCK_SIZES.index(block_size) + bits // 4) % 3]
@@ -141,7 +142,7 @@ else:
                 gpu.encode(fmt, source, actual)
                 assert_same_bits(actual, expected)
 
-    def test_rejects_what_it_would_do_wrong() -> None:
+    def test_invalid_arguments_are_refused() -> None:
         fmt = BlockFormat(8, 128)
         source, out = torch.zeros(2, 128), torch.zeros(2 * 144 + 1, dtype=torch.uint8)
         rows = out[:-1].view(2, 144)

@@ -1,4 +1,4 @@
-"""The noise of stochastic rounding, and that it does not move the mean."""
+"""The noise of stochastic rounding, which does not change the mean."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_seeds_differ_in_every_bit() -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_mean_over_seeds_is_the_number_itself(fmt: BlockFormat, dtype: torch.dtype) -> None:
-    """Element by element, the extremes of blocks included: they would show a scale that clips.
+    """Each element, also the extremes of blocks, which would show a scale that clips.
 
     The bound is five standard errors, from the largest spread in the block, plus the rounding of fp32.
     """
@@ -86,7 +86,7 @@ def test_the_mean_over_seeds_is_the_number_itself(fmt: BlockFormat, dtype: torch
 
 @given(st.sampled_from(FORMATS), SEEDS, st.integers(1, 300))
 def test_zeros_stay_zero(fmt: BlockFormat, seed: int, numel: int) -> None:
-    """Alone if not rotated, in groups of nothing else if rotated."""
+    """Single zeros if not rotated, whole groups of zeros if rotated."""
     x = torch.zeros(2, numel)
     x[:, :: 1 if fmt.rotate else 3] = 0
     if not fmt.rotate:

@@ -1,4 +1,4 @@
-"""fp32 to bf16 at random: one of the two neighbours, exact in the mean, the same bits from the same seed."""
+"""fp32 to bf16 at random gives one of the two neighbours, exact in the mean, from one seed the same bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_neighbour_and_the_mean() -> None:
     assert ((total / SEEDS - x) / step).mean().abs() < 4 * 0.5 / (SEEDS * x.numel()) ** 0.5
 
 
-def test_what_bf16_can_say_is_said_exactly() -> None:
+def test_bf16_numbers_stay_exact() -> None:
     special = torch.tensor([[0.0, -0.0, 1.0, -3.5, torch.inf, -torch.inf, 2.0**-126]])
     assert torch.equal(rounded(special).float(), special)
     payload = torch.tensor([[0x7F800001, 0x7FFFFFFF, -1]], dtype=torch.int32).view(torch.float32)

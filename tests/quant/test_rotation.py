@@ -32,7 +32,7 @@ def test_it_is_the_orthonormal_matrix_with_signs() -> None:
 
 
 def test_constants_and_square_waves_come_out_flat() -> None:
-    """What the signs are for: without them each of these would become one coefficient of magnitude 8."""
+    """Without the signs, each of these would become one coefficient of magnitude 8."""
     waves = hadamard().float() * math.sqrt(GROUP)
     assert torch.equal(rotate(waves).abs(), torch.ones(GROUP, GROUP))
 
@@ -47,7 +47,7 @@ def test_turning_back_gives_the_row(rows: int, numel: int, seed: int) -> None:
 
 @given(st.sampled_from(FORMATS), SIZES, st.integers(1, 4), st.sampled_from([1.0, 0.25]))
 def test_two_hops_stay_in_rotated_space(fmt: BlockFormat, numel: int, senders: int, factor: float) -> None:
-    """recode, and a sum kept between two hops: both quantize rotated sums, and decode turns them back."""
+    """recode, and sums between two hops: both quantize rotated sums, and decode turns them back."""
     x, into = torch.randn(senders, 2, numel), BlockFormat(4, 128, rotate=True)
     encoded = torch.stack([encode(fmt, sender) for sender in x])
     by_hand = torch.stack([encode(fmt.unrotated, rotate(sender)) for sender in x])
@@ -77,7 +77,7 @@ def test_recode_rotates_or_turns_back_if_one_side_does(fmt: BlockFormat, numel: 
 
 @given(st.sampled_from(FORMATS), st.sampled_from(DTYPES), st.integers(0, 400), st.integers(1, 300))
 def test_finite_in_finite_out(fmt: BlockFormat, dtype: torch.dtype, below: int, numel: int) -> None:
-    """Rotated, these are up to eight times the dtype's largest number, and errors add to that."""
+    """Rotated numbers are up to eight times the dtype's largest number, and errors are added to them."""
     largest = torch.finfo(dtype).max
     x = torch.full((2, numel), largest * (1 - below * 1e-4)).to(dtype)
     x[1] *= torch.randn(numel).sign().to(dtype)

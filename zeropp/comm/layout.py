@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..config import INTEGERS, CodecName, Config
-from ..quant import QUANTIZABLE_DTYPES, Codec, SegmentCodec, make_codec
-from ..quant.formats import RowOrder
+from ..quant import QUANTIZABLE_DTYPES, Codec, make_codec
+from ..quant.codec import Operation
 from ..topology import Hop, HopName
 from .chunks import ChunkPolicy, Columns, Piece, column_chunks, row_segments
 from .column_groups import ColumnGroup
-from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, Operation, WorkKey
+from .ledger import KEPT_ERRORS, NODE_SHARD, Ledger, WorkKey
 from .profiler_labels import Collective
 from .wire import Wire
 
@@ -28,54 +28,22 @@ MAX_LAYOUTS = 32
 """Kept by each comm: one for each set of parameters with gradients."""
 
 
-class HopCodec:
-    """The codec of one chunk on one hop: rows of `numel` elements. What it does is counted in the ledger."""
+class HopCodec(Codec):
+    """The codec of one chunk on one hop. It counts its work in the ledger."""
 
     def __init__(
-        self, ledger: Ledger, unit: str, collective: Collective, hop: str, name: str, codec: Codec, numel: int
+        self, ledger: Ledger, unit: str, collective: Collective, hop: str, name: str, codec: Codec
     ) -> None:
+        super().__init__(codec.parts)
         self.name = name
         """Name of the codec in `Config`."""
-        self.codec = codec
-        self.numel = numel
-        self.row_bytes = codec.row_bytes(numel)
         self._ledger = ledger
         self._keys = {
             operation: WorkKey(unit, collective, hop, operation, name) for operation in get_args(Operation)
         }
 
-    def encode(
-        self,
-        source: Tensor,
-        out: Tensor,
-        order: RowOrder | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self.codec.encode(source, out, order, seed)
-        self._count("encode", source.shape[0])
-
-    def decode(self, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-        self.codec.decode(encoded, out, order)
-        self._count("decode", encoded.shape[0])
-
-    def decode_sum(self, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False) -> None:
-        self.codec.decode_sum(encoded, out, factor, accumulate)
-        self._count("decode_sum", encoded.shape[0] * encoded.shape[1])
-
-    def recode(
-        self,
-        encoded: Tensor,
-        into: HopCodec,
-        out: Tensor,
-        factor: float = 1.0,
-        seed: int | None = None,
-    ) -> None:
-        self.codec.recode(encoded, into.codec, out, self.numel, factor, seed)
-        self._count("recode_from", encoded.shape[0] * encoded.shape[1])
-        into._count("recode_to", out.shape[0])
-
-    def _count(self, operation: Operation, rows: int) -> None:
-        self._ledger.record_work(self._keys[operation], rows * self.numel)
+    def count(self, operation: Operation, rows: Tensor) -> None:
+        self._ledger.record_work(self._keys[operation], rows.shape[:-1].numel() * self.numel)
 
 
 @dataclass(frozen=True)
@@ -111,7 +79,7 @@ class GatherChunk:
     @property
     def encodes_for_node(self) -> bool:
         """Whether the last hop sends something else than what is kept."""
-        return self.received.codec is not self.sent.codec
+        return self.received.name != self.sent.name
 
 
 @dataclass(frozen=True)
@@ -191,29 +159,28 @@ def gather_chunks(
     cut = column_chunks(_cut_of(wire, hops, config), segments)
     chunks = []
     for number, part in enumerate(cut, first_number):
-        size, block_size = part.numel, config.block_size
-        kept = make_codec(kept_name, dtype, block_size, segments=part.segments)
+        kept = make_codec(kept_name, dtype, part.segments)
         received, difference = kept, None
         if received_name != kept_name:
-            received = make_codec(received_name, dtype, block_size, segments=part.segments)
+            received = make_codec(received_name, dtype, part.segments)
         if takes_differences:
-            codec = make_codec("int4", torch.float32, block_size, segments=part.segments)
-            difference = on_hop(hops[0].name, "int4", codec, size)
+            codec = make_codec("int4", torch.float32, part.segments)
+            difference = on_hop(hops[0].name, "int4", codec)
         places = []
         for stretch in columns.stretches:
             first, last = max(stretch.at.start, part.at.start), min(stretch.at.stop, part.at.stop)
             if first < last:
                 alone, at = received.part(first - part.at.start, last - part.at.start)
-                place = on_hop(received_on, received_name, alone, last - first)
+                place = on_hop(received_on, received_name, alone)
                 places.append(DecodeTarget(at, stretch.columns_of(first, last), place))
         chunks.append(
             GatherChunk(
                 number,
                 part.at,
-                sent=on_hop(hops[0].name, kept_name, kept, size),
-                received=on_hop(received_on, received_name, received, size),
+                sent=on_hop(hops[0].name, kept_name, kept),
+                received=on_hop(received_on, received_name, received),
                 places=tuple(places),
-                kept=on_hop(NODE_SHARD, kept_name, kept, size),
+                kept=on_hop(NODE_SHARD, kept_name, kept),
                 difference=difference,
             )
         )
@@ -258,15 +225,13 @@ def reduce_chunks(
     segments = row_segments(pieces, config.block_size, merge=not has_noise)
     chunks = []
     for number, columns in enumerate(column_chunks(_cut_of(wire, hops, config), segments)):
-        size = columns.numel
         codecs = [
             make_codec(
                 names[hop.name],
                 dtype if at_once or position < last else torch.float32,
-                config.block_size,
+                columns.segments,
                 config.rotates,
                 config.rounding == "stochastic",
-                columns.segments,
             )
             for position, hop in enumerate(hops)
         ]
@@ -274,15 +239,15 @@ def reduce_chunks(
         on_hop = partial(HopCodec, wire.ledger, wire.unit, "reduce_scatter")
         legs, rows = [], wire.topology.size
         for hop, codec, inside in zip(hops, codecs, in_sums, strict=True):
-            on_wire, in_sum = (on_hop(hop.name, names[hop.name], c, size) for c in (codec, inside))
+            on_wire, in_sum = (on_hop(hop.name, names[hop.name], c) for c in (codec, inside))
             legs.append(HopPlan(hop, on_wire, in_sum, (hop.size, rows // hop.size, on_wire.row_bytes)))
             rows //= hop.size
         errors = None
         if config.error_feedback and hops[-1].name == "across":
-            eight_bits = make_codec("int8", torch.float32, config.block_size, segments=columns.segments)
+            eight_bits = make_codec("int8", torch.float32, columns.segments)
             errors = ErrorCodecs(
-                kept=on_hop(KEPT_ERRORS, "int8", eight_bits, size),
-                sent=on_hop(KEPT_ERRORS, names[hops[-1].name], in_sums[-1], size),
+                kept=on_hop(KEPT_ERRORS, "int8", eight_bits),
+                sent=on_hop(KEPT_ERRORS, names[hops[-1].name], in_sums[-1]),
             )
         chunks.append(ReduceChunk(number, columns, tuple(legs), errors))
     return tuple(chunks)
@@ -294,6 +259,6 @@ def _cut_of(wire: Wire, hops: tuple[Hop, ...], config: Config) -> ChunkPolicy:
 
 def in_one_space(arrived: Codec, sent: Codec) -> list[Codec]:
     """The codecs of two hops for the sums between them; see [Note: Rotated space] in reduce_scatter.py."""
-    if isinstance(arrived, SegmentCodec) and isinstance(sent, SegmentCodec):  # both rotate, or none does
+    if arrived.rotates and sent.rotates:
         return [arrived.unrotated, sent.unrotated]
     return [arrived, sent]

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
 from threading import Lock
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from .._text import count
+from ..quant.codec import Operation
 from .profiler_labels import Collective
 
 
@@ -44,9 +45,6 @@ class Key(NamedTuple):
     collective: Collective
     hop: str
 
-
-Operation = Literal["encode", "decode", "decode_sum", "recode_from", "recode_to"]
-"""A recode, which sums what one hop brought and encodes it for the next in one pass, counts under both."""
 
 NODE_SHARD = "node shard"
 KEPT_ERRORS = "kept errors"

@@ -1,15 +1,6 @@
 """Codecs for the wire. Knows nothing of distributed code."""
 
-from .codec import QUANTIZABLE_DTYPES, BlockCodec, CastCodec, Codec, Segment, SegmentCodec, make_codec
-from .formats import BlockFormat
+from .codec import QUANTIZABLE_DTYPES, Codec, Segment, make_codec
+from .formats import BlockFormat, CastFormat
 
-__all__ = [
-    "QUANTIZABLE_DTYPES",
-    "BlockCodec",
-    "BlockFormat",
-    "CastCodec",
-    "Codec",
-    "Segment",
-    "SegmentCodec",
-    "make_codec",
-]
+__all__ = ["QUANTIZABLE_DTYPES", "BlockFormat", "CastFormat", "Codec", "Segment", "make_codec"]

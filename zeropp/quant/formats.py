@@ -1,35 +1,35 @@
 """The block formats: how a row of numbers is laid out as bytes.
 
 A *row* is what one rank sends to one other rank: S elements of one dtype. It is cut into blocks of B
-elements, the last one padded with zeros, and every block carries one bf16 scale:
+elements, the last one padded with zeros. Every block has one bf16 scale:
 
     row  [ payload: blocks * B * bits / 8 bytes | scales: blocks * 2 bytes | zeros up to 16 bytes ]
 
     int8 payload   byte j of a block = code of element j, two's complement, -127 .. 127
     int4 payload   byte j of a block = (code[j] + 8) | (code[j + B/2] + 8) << 4, codes -8 .. 7
 
-Payload and scales travel in one buffer, and rows start at multiples of 16 bytes so that kernels can use
+Payload and scales are sent in one buffer. Rows start at multiples of 16 bytes, so that kernels can use
 full-width loads on each of them.
 
 [Note: Scales]
     int8   scale = bf16(absmax * (1/127)), code = round(x * (1/scale))
     int4   scale = bf16(extreme / -8), where extreme is the element of the largest magnitude, with its sign
-           (of +m and -m: -m). The extreme becomes code -8 exactly and all 16 codes are used; a value of the
+           (of +m and -m: -m). The extreme becomes code -8 exactly, and all 16 codes are used. A value of the
            opposite sign between 7.5 and 8 steps is clipped to 7 steps.
     int4, stochastic
            scale = bf16(absmax * (1/7)), codes -7 .. 7: no value is clipped, because clipping is a bias
-A stochastic format rounds the scale up, for the same reason, and adds noise before rounding a code; see
-[Note: Noise] in noise.py. A rotated one quantizes the rotated row; see [Note: Rotation] in rotation.py.
+A stochastic format rounds the scale up, for the same reason, and adds noise before it rounds a code; see
+[Note: Noise] in noise.py. A rotated format quantizes the rotated row; see [Note: Rotation] in rotation.py.
 
-Every implementation computes in fp32, in this order, rounding to nearest even, so that all of them produce
-the same bytes. Three cases are decided per block:
+Every implementation computes in fp32, in this order, and rounds to nearest even, so that all of them produce
+the same bytes. Three cases are decided for each block:
     - |scale| is at least 2^-126, so that 1/scale is finite. A block of zeros has the scale +2^-126 and
       decodes to zeros.
-    - If rounding the scale up to bf16 would make the extreme overflow the source dtype (if rotated: fp32)
-      when decoded, the scale is rounded toward zero instead and the extreme clipped, by less than a step:
+    - If the scale were rounded up to bf16 and the decoded extreme would then overflow the source dtype (if
+      rotated: fp32), the scale is rounded toward zero instead. The extreme is clipped by less than a step:
       finite in, finite out.
-    - If the block holds NaN or Inf, the scale is NaN (0x7fc0) and the codes are zero: the whole block comes
-      back NaN. Loss scaling depends on it.
+    - If the block has NaN or Inf, the scale is NaN (0x7fc0) and the codes are zero, so the whole block is
+      decoded to NaN. Loss scaling depends on this.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from .rotation import GROUP
 
-RowOrder = Sequence[int]
-"""A permutation of rows. The reorder before a hop and the transpose after one are nothing else."""
+RowOrder = Sequence[int] | None
+"""A permutation of rows: the reorder before a hop, or the transpose after it. None leaves rows in place."""
+Seed = int | None
+"""An integer from 0 to 2^64 - 1, for formats that round at random; the others ignore it."""
 
 ROW_ALIGNMENT = 16
 SCALE_BYTES = 2
@@ -59,9 +63,9 @@ class BlockFormat:
     bits: int
     block_size: int
     rotate: bool = False
-    """Encode rotates and decode turns back; recode between two such formats stays in rotated space."""
+    """Encode rotates, and decode turns back. Recode between two such formats stays in rotated space."""
     stochastic: bool = False
-    """Encode rounds up or down at random, such that the mean is exact. Needs a seed for every call."""
+    """Encode rounds up or down at random, so that the mean is exact. Every call needs a seed."""
 
     def __post_init__(self) -> None:
         if self.rotate and self.block_size % GROUP:
@@ -72,17 +76,17 @@ class BlockFormat:
 
     @property
     def unrotated(self) -> BlockFormat:
-        """The format of the same bytes in rotated space: decodes to, and encodes, rotated numbers."""
+        """The format of the same bytes in rotated space: it decodes to, and encodes, rotated numbers."""
         return replace(self, rotate=False)
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether codes go as far up as down, and the scale is positive."""
+        """Whether codes reach as far up as down, and the scale is positive."""
         return self.bits == 8 or self.stochastic
 
     @property
     def min_code(self) -> int:
-        """The code of the largest magnitude: the block's extreme gets it (if symmetric: or its opposite)."""
+        """The code of the block's extreme; if symmetric, that or its opposite."""
         return -self.max_code if self.is_symmetric else -8
 
     @property
@@ -102,6 +106,22 @@ class BlockFormat:
 
     def row_bytes(self, numel: int) -> int:
         return align(self.payload_bytes(numel) + self.blocks(numel) * SCALE_BYTES)
+
+
+@dataclass(frozen=True)
+class CastFormat:
+    """Elements as numbers of `dtype`, without blocks: the dtype of the buffer, or bf16."""
+
+    dtype: torch.dtype
+
+    rotate = False
+
+    @property
+    def unrotated(self) -> CastFormat:
+        return self
+
+    def row_bytes(self, numel: int) -> int:
+        return align(numel * self.dtype.itemsize)
 
 
 def align(nbytes: int) -> int:

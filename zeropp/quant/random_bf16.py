@@ -1,7 +1,7 @@
-"""fp32 to bf16, up or down at random, so that the mean over seeds is the fp32 number.
+"""fp32 rounded to bf16, up or down at random, so that the mean over seeds is the fp32 number.
 
-Sums that grow by rounding to nearest lose every addend below 1/512 of the sum, each time. Rounded at random,
-they are wrong by at most one step of bf16 (1/128) each time, in either direction, and exact in the mean.
+A bf16 sum that is rounded to nearest loses every addend below 1/512 of the sum. Rounded at random, it is
+wrong by at most one step of bf16 (1/128) each time, in either direction, and exact in the mean.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from .noise import make_noise_bits
 
 BLOCK = 128
 PIECE = 1 << 18
-"""Elements at a time: noise is made of 64-bit integers, which would be larger than what is saved."""
+"""Elements that are rounded at a time: noise takes 64-bit integers, more memory than bf16 saves."""
 
 
 def round_at_random(source: Tensor, out: Tensor, seed: int, offset: int = 0) -> None:
-    """out = source, fp32 [R, S] to bf16 [R, S]; what is not finite stays what it is.
+    """out = source, fp32 [R, S] to bf16 [R, S]. NaN and Inf stay NaN and Inf.
 
-    The same seed gives the same bits, and columns from `offset` on give the bits that they have in the whole
-    row, if `offset` is a multiple of 128.
+    The same seed gives the same bits. Columns from `offset` on give the bits that they have in the whole row,
+    if `offset` is a multiple of 128.
     """
     rows, columns = source.shape
     step = max(BLOCK, PIECE // rows // BLOCK * BLOCK)
@@ -29,7 +29,7 @@ def round_at_random(source: Tensor, out: Tensor, seed: int, offset: int = 0) -> 
         blocks = -(-piece.shape[1] // BLOCK)
         noise = make_noise_bits(seed, offset + start, rows, blocks, BLOCK, source.device)
         noise = noise.view(rows, -1)[:, : piece.shape[1]].to(torch.int32)
-        # bf16 is the upper half of fp32: a random lower half carries with the probability of rounding up
+        # bf16 is the upper half of fp32. Adding 16 random bits carries with the probability of rounding up.
         rounded = (piece.contiguous().view(torch.int32) + noise) & -0x10000
         finite = piece.isfinite()
         out[:, start : start + step].copy_(torch.where(finite, rounded.view(torch.float32), piece))

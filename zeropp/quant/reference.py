@@ -1,6 +1,6 @@
 """Block quantization in plain torch: the definition that every faster implementation must equal, bit for bit.
 
-Slow (a few percent of memory speed) and allocation-happy on purpose: it is to be read. An implementation is a
+It is written to be read: slow (a few percent of memory speed), with many allocations. An implementation is a
 module with the four public functions of this one.
 """
 
@@ -9,19 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .formats import MIN_SCALE, NAN_SCALE_BITS, SCALE_BYTES, BlockFormat, RowOrder
+from .formats import MIN_SCALE, NAN_SCALE_BITS, SCALE_BYTES, BlockFormat, RowOrder, Seed
 from .noise import make_noise
 from .permute_rows import gather_rows, scatter_rows
 from .rotation import LARGEST_FP32, rotate, unrotate
 
 
 def encode(
-    fmt: BlockFormat,
-    source: Tensor,
-    out: Tensor,
-    order: RowOrder | None = None,
-    seed: int | None = None,
-    offset: int = 0,
+    fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder = None, seed: Seed = None, offset: int = 0
 ) -> None:
     """out[k] = quantized source[order[k]].
 
@@ -33,10 +28,8 @@ def encode(
         return
     blocks, half = fmt.blocks(numel), fmt.block_size // 2
     padding = blocks * fmt.block_size - numel
-    x = source.float()
-    if order is not None:
-        x = torch.empty_like(x)
-        gather_rows(source, x, order)
+    x = torch.empty(rows, numel, device=source.device)
+    gather_rows(source, x, order)
     if fmt.rotate:
         x = rotate(x)
     x = torch.nn.functional.pad(x, (0, padding)).view(rows, blocks, fmt.block_size)
@@ -58,24 +51,19 @@ def encode(
     out[:, fmt.payload_bytes(numel) + blocks * SCALE_BYTES :] = 0
 
 
-def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
+def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder = None) -> None:
     """out[order[k]] = values of encoded[k].
 
     encoded [rows, row_bytes] uint8; out [rows, S] of any float dtype.
     """
-    values = _values(fmt, encoded, out.shape[1])
-    if fmt.rotate:
-        values = unrotate(values, torch.finfo(out.dtype).max)
-    if order is None:
-        out.copy_(values)
-    else:
-        scatter_rows(values, out, order)
+    decode_sum(fmt, encoded.unsqueeze(0), out, order=order)
 
 
 def decode_sum(
-    fmt: BlockFormat, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False
-) -> None:
-    """out (+)= factor * (encoded[0] + encoded[1] + ...), summed in fp32 in this order.
+    fmt: BlockFormat, encoded: Tensor, out: Tensor,
+    factor: float = 1.0, accumulate: bool = False, order: RowOrder = None,
+) -> None:  # fmt: skip
+    """out[order[k]] (+)= factor * (encoded[0][k] + encoded[1][k] + ...), summed in fp32 in this order.
 
     encoded [senders, rows, row_bytes] uint8; out [rows, S] of any float dtype (fp32 to accumulate).
     """
@@ -83,25 +71,20 @@ def decode_sum(
     if fmt.rotate:
         total = unrotate(total, torch.finfo(out.dtype).max)
     if accumulate:
-        out += total
-    else:
-        out.copy_(total)
+        before = torch.empty_like(total)
+        gather_rows(out, before, order)
+        total = before + total
+    scatter_rows(total, out, order)
 
 
 def recode(
-    fmt: BlockFormat,
-    encoded: Tensor,
-    into: BlockFormat,
-    out: Tensor,
-    numel: int,
-    factor: float = 1.0,
-    seed: int | None = None,
-    offset: int = 0,
-) -> None:
+    fmt: BlockFormat, encoded: Tensor, into: BlockFormat, out: Tensor, numel: int,
+    factor: float = 1.0, seed: Seed = None, offset: int = 0,
+) -> None:  # fmt: skip
     """out = encode(into, factor * (encoded[0] + encoded[1] + ...)): dequantize, reduce, quantize.
 
     encoded [senders, rows, row_bytes] uint8; out [rows, into.row_bytes(numel)] uint8. If both formats rotate,
-    turning back and rotating again cancel out, and are left out.
+    the sums stay rotated: turning back and rotating again would cancel out.
     """
     total = _sum(fmt, encoded, numel, factor)
     if fmt.rotate and into.rotate:
@@ -119,7 +102,7 @@ def _sum(fmt: BlockFormat, encoded: Tensor, numel: int, factor: float) -> Tensor
 
 
 def _values(fmt: BlockFormat, encoded: Tensor, numel: int) -> Tensor:
-    """The fp32 values [rows, numel] of encoded rows."""
+    """Return the fp32 values [rows, numel] of encoded rows."""
     rows = encoded.shape[0]
     if numel == 0:
         return torch.empty(rows, 0, device=encoded.device)
@@ -150,7 +133,7 @@ def _scales(fmt: BlockFormat, x: Tensor, largest: float) -> Tensor:
 
 
 def _split(fmt: BlockFormat, row: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Views of the payload (uint8) and the scales (bf16) of encoded rows."""
+    """Return views of the payload (uint8) and the scales (bf16) of encoded rows."""
     end = fmt.payload_bytes(numel)
     scales = row[:, end : end + fmt.blocks(numel) * SCALE_BYTES]
     return row[:, :end], scales.view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What test_conformance.py does not show of the CPU kernels: their cache on disk, and their input checks."""
+"""The CPU kernels' cache on disk and input checks. Their results are tested in test_conformance.py."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ import torch
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 
 from zeropp.quant import BlockFormat
-from zeropp.quant.cpu import blocks as cpu_blocks
-from zeropp.quant.cpu import intrinsics as cpu_intrinsics
-from zeropp.quant.cpu import kernels as cpu_kernels
+from zeropp.quant.cpu import kernels, simd
 from zeropp.quant.cpu import launch as cpu
-from zeropp.quant.cpu import simd as cpu_lanes
 
 ENCODE_IN_THREE = """
 import os
 import torch
 from zeropp.quant import BlockFormat
-from zeropp.quant.cpu import kernels as cpu_kernels, launch as cpu
+from zeropp.quant.cpu import kernels, launch as cpu
 fmt = BlockFormat(8, 128)
 for _ in range(3):
     if os.fork() == 0:
         cpu.encode(fmt, torch.randn(2, 300), torch.empty(2, fmt.row_bytes(300), dtype=torch.uint8))
-        stats = cpu_kernels.encode_range.stats
+        stats = kernels.encode_range.stats
         os.write(1, f"{sum(stats.cache_hits.values())} {sum(stats.cache_misses.values())}\\n".encode())
         os._exit(0)
 for _ in range(3):
@@ -50,16 +47,14 @@ def test_of_several_processes_at_once_one_compiles(tmp_path: Path) -> None:
     assert hits_and_misses == ["0 1", "1 0", "1 0"]
 
 
-def test_a_change_to_what_is_inlined_changes_the_file_that_numba_looks_at() -> None:
-    """See [Note: Cache] in kernels.py. Write the new sum there, and the kernels are compiled again."""
-    modules = cpu_blocks, cpu_intrinsics, cpu_lanes
-    inlined = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
-    assert hashlib.sha256(inlined).hexdigest() == cpu_kernels.INLINED_SHA256
+def test_a_change_of_simd_changes_the_file_that_numba_checks() -> None:
+    """See [Note: Cache] in kernels.py. Writing the new sum there makes numba compile the kernels again."""
+    assert hashlib.sha256(Path(str(simd.__file__)).read_bytes()).hexdigest() == kernels.INLINED_SHA256
 
 
 @pytest.mark.skipif(not get_host_cpu_features().get("avx2"), reason="this CPU has no AVX2")
 def test_kernels_for_a_cpu_without_avx512_equal_the_reference_too() -> None:
-    """Two of the four kernels: compiling takes most of the time, once per machine."""
+    """Only two kernels, because most of the time is compilation, once per machine."""
     tests = "(test_encode and 4-stochastic or test_decode_sum and 4-) and dtype1 and not rotated"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", CONFORMANCE, "-k", tests],
@@ -72,7 +67,7 @@ def test_kernels_for_a_cpu_without_avx512_equal_the_reference_too() -> None:
     assert "2 passed" in run.stdout
 
 
-def test_what_it_would_do_wrong_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     fmt = BlockFormat(8, 128)
     source, out = torch.zeros(2, 128), torch.zeros(2, fmt.row_bytes(128), dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"torch\.float64"):
@@ -81,7 +76,8 @@ def test_what_it_would_do_wrong_is_refused() -> None:
         cpu.encode(fmt, source, out[:, :100])
     with pytest.raises(ValueError, match="permutation of the 2 rows"):
         cpu.encode(fmt, source, out, [0, 0])
-    with pytest.raises(ValueError, match="expected rows without gaps"):
+    with pytest.raises(ValueError, match="expected contiguous rows"):
         cpu.encode(fmt, torch.zeros(128, 2).T, out)
+    uneven = BlockFormat(4, 48)
     with pytest.raises(ValueError, match="block_size is 48; expected a multiple of 32"):
-        cpu.decode(BlockFormat(4, 48), out, source)
+        cpu.encode(uneven, source, torch.zeros(2, uneven.row_bytes(128), dtype=torch.uint8))

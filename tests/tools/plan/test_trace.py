@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from zeropp.comm import Ledger
-from zeropp.comm.ledger import Operation, WorkKey
+from zeropp.comm.ledger import WorkKey
+from zeropp.quant.codec import Operation
 from zeropp.tools.plan.memory_estimate import MemoryEstimate
 from zeropp.tools.plan.trace import Compute, Gather, Reduce, ShardGroup, Trace, TracedHop, all_reduce_hop
 

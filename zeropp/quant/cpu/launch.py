@@ -1,8 +1,8 @@
 """Block quantization on the CPU, at memory speed: reference.py bit for bit, in one pass and without copies.
 
-The work is in kernels.py. Here are the checks that keep it from touching memory it should not, and the
-threads: as many as torch uses, each calling the same kernel, which releases the GIL, on its share of the
-tiles. Any number of Python threads may call these functions at the same time.
+The four functions of reference.py, for fp32, bf16 and fp16. kernels.py does the work. This file shares the
+tiles between threads, as many as torch uses. Each calls the same kernel, which releases the GIL. Any number
+of Python threads may call these functions at the same time.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..formats import SCALE_BYTES, BlockFormat, RowOrder
+from ..checks import check_decode_sum, check_encode, check_order, check_recode, decode_by
+from ..formats import SCALE_BYTES, BlockFormat, RowOrder, Seed
 from ..noise import seed_key
-from . import kernels as cpu_kernels
-from .intrinsics import LANES
+from . import kernels
+from .simd import LANES
 
-# Elements a kernel works on at once, at least: enough blocks to hide the latency of their scales, ...
+# Elements that a kernel works on at once, at least: enough blocks to hide the latency of their scales, ...
 ENCODE_TILE_SIZE = 2048
-# ... and where there are none to find, few, so that reads and writes of memory alternate.
+# ... and few if there are no scales to find, so that reads and writes of memory alternate.
 DECODE_TILE_SIZE = 256
-# Several shares per thread, because cores are not equally fast, but none too small to be worth handing out.
+# Several shares for each thread, because cores are not equally fast, but none too small to hand out.
 SHARES_PER_THREAD = 4
 MIN_ELEMENTS_PER_SHARE = 1 << 18
 
-_KERNEL_DTYPES = {  # see [Note: Elements] in intrinsics.py
+_KERNEL_DTYPES = {  # see [Note: Elements] in simd.py
     torch.float32: torch.float32,
     torch.bfloat16: torch.uint16,
     torch.float16: torch.int16,
@@ -41,141 +42,52 @@ _KERNEL_DTYPES = {  # see [Note: Elements] in intrinsics.py
 
 
 def encode(
-    fmt: BlockFormat,
-    source: Tensor,
-    out: Tensor,
-    order: RowOrder | None = None,
-    seed: int | None = None,
-    offset: int = 0,
+    fmt: BlockFormat, source: Tensor, out: Tensor, order: RowOrder = None, seed: Seed = None, offset: int = 0
 ) -> None:
-    """out[k] = quantized source[order[k]].
-
-    source [rows, S] fp32, bf16 or fp16; out [rows, row_bytes] uint8.
-    """
-    rows, numel = source.shape
-    _check_block_size(fmt)
-    _check_rows("out", out, (rows,), fmt.row_bytes(numel))
+    rows, numel = check_encode(fmt, source, out)
     _zero_padding(fmt, out, numel)
-    tile_size = max(ENCODE_TILE_SIZE, fmt.block_size)
-    _run(
-        cpu_kernels.encode_range,
-        rows * -(-numel // tile_size),
-        tile_size,
-        _flat("source", source),
-        source.stride(0),
-        _row_order(order, rows),
-        _flat("out", out),
-        out.stride(0),
-        numel,
-        (fmt.bits, fmt.block_size),
-        fmt.rotate,
-        _noise(fmt, seed, offset),
-        tile_size,
-        np.float32(torch.finfo(torch.float32 if fmt.rotate else source.dtype).max),
-    )
-
-
-def decode(fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder | None = None) -> None:
-    """out[order[k]] = values of encoded[k].
-
-    encoded [rows, row_bytes] uint8; out [rows, S] fp32, bf16 or fp16.
-    """
-    _decode(fmt, encoded.unsqueeze(0), out, order, factor=1.0, accumulate=False)
+    limit = torch.finfo(torch.float32 if fmt.rotate else source.dtype).max
+    given = _rows(source, order), _rows(out), _format(fmt), _noise(fmt, seed, offset), np.float32(limit)
+    _run(kernels.encode_range, given, rows, 1, numel, max(ENCODE_TILE_SIZE, fmt.block_size))
 
 
 def decode_sum(
-    fmt: BlockFormat, encoded: Tensor, out: Tensor, factor: float = 1.0, accumulate: bool = False
-) -> None:
-    """out (+)= factor * (encoded[0] + encoded[1] + ...), summed in fp32 in this order.
-
-    encoded [senders, rows, row_bytes] uint8; out [rows, S] fp32, bf16 or fp16 (fp32 to accumulate).
-    """
-    _decode(fmt, encoded, out, None, factor, accumulate)
+    fmt: BlockFormat, encoded: Tensor, out: Tensor,
+    factor: float = 1.0, accumulate: bool = False, order: RowOrder = None,
+) -> None:  # fmt: skip
+    senders, rows, numel = check_decode_sum(fmt, encoded, out)
+    given = (
+        *(_rows(encoded[0]), (senders, encoded.stride(0)), _rows(out, order), _format(fmt)),
+        *(np.float32(torch.finfo(out.dtype).max), np.float32(factor), accumulate),
+    )
+    _run(kernels.decode_range, given, rows, senders, numel, max(DECODE_TILE_SIZE, fmt.block_size))
 
 
 def recode(
-    fmt: BlockFormat,
-    encoded: Tensor,
-    into: BlockFormat,
-    out: Tensor,
-    numel: int,
-    factor: float = 1.0,
-    seed: int | None = None,
-    offset: int = 0,
-) -> None:
-    """out = encode(into, factor * (encoded[0] + encoded[1] + ...)): dequantize, reduce, quantize.
-
-    encoded [senders, rows, row_bytes] uint8; out [rows, into.row_bytes(numel)] uint8.
-    """
-    senders, rows, _ = encoded.shape
-    _check_block_size(fmt)
-    _check_block_size(into)
-    _check_rows("encoded", encoded, (max(senders, 1), rows), fmt.row_bytes(numel))
-    _check_rows("out", out, (rows,), into.row_bytes(numel))
+    fmt: BlockFormat, encoded: Tensor, into: BlockFormat, out: Tensor, numel: int,
+    factor: float = 1.0, seed: Seed = None, offset: int = 0,
+) -> None:  # fmt: skip
+    senders, rows = check_recode(fmt, encoded, into, out, numel)
     _zero_padding(into, out, numel)
+    given = (
+        *(_rows(encoded[0]), (senders, encoded.stride(0)), _format(fmt)),
+        *(_rows(out), _format(into), _noise(into, seed, offset), np.float32(factor)),
+    )
     tile_size = max(ENCODE_TILE_SIZE, fmt.block_size, into.block_size)
-    _run(
-        cpu_kernels.recode_range,
-        rows * -(-numel // tile_size),
-        tile_size * senders,
-        _flat("encoded", encoded),
-        senders,
-        encoded.stride()[:2],
-        (fmt.bits, fmt.block_size),
-        _flat("out", out),
-        out.stride(0),
-        (into.bits, into.block_size),
-        fmt.rotate and not into.rotate,
-        into.rotate and not fmt.rotate,
-        _noise(into, seed, offset),
-        numel,
-        tile_size,
-        np.float32(factor),
-    )
+    _run(kernels.recode_range, given, rows, senders, numel, tile_size)
 
 
-def _decode(
-    fmt: BlockFormat, encoded: Tensor, out: Tensor, order: RowOrder | None, factor: float, accumulate: bool
-) -> None:
-    rows, numel = out.shape
-    senders = encoded.shape[0]
-    _check_block_size(fmt)
-    _check_rows("encoded", encoded, (max(senders, 1), rows), fmt.row_bytes(numel))
-    tile_size = max(DECODE_TILE_SIZE, fmt.block_size)
-    _run(
-        cpu_kernels.decode_range,
-        rows * -(-numel // tile_size),
-        tile_size * senders,
-        _flat("encoded", encoded),
-        senders,
-        encoded.stride()[:2],
-        _flat("out", out),
-        out.stride(0),
-        _row_order(order, rows),
-        numel,
-        (fmt.bits, fmt.block_size),
-        fmt.rotate,
-        tile_size,
-        np.float32(torch.finfo(out.dtype).max),
-        np.float32(factor),
-        accumulate,
-    )
+decode = decode_by(decode_sum)
 
 
-def _noise(fmt: BlockFormat, seed: int | None, offset: int) -> tuple[np.uint32, int] | None:
-    return (np.uint32(seed_key(seed)), offset) if fmt.stochastic else None
-
-
-def _check_block_size(fmt: BlockFormat) -> None:
-    """Both halves of a block are whole lanes; see simd.py."""
-    if fmt.block_size % (2 * LANES):
+def _format(fmt: BlockFormat) -> kernels.Format:
+    if fmt.block_size % (2 * LANES):  # both halves of a block are whole lanes; see simd.py
         raise ValueError(f"block_size is {fmt.block_size}; expected a multiple of {2 * LANES}")
+    return fmt.bits, fmt.block_size, fmt.rotate
 
 
-def _check_rows(name: str, rows: Tensor, leading: tuple[int, ...], row_bytes: int) -> None:
-    if rows.dtype != torch.uint8 or rows.shape[:-1] != leading or rows.shape[-1] < row_bytes:
-        expected = f"expected uint8 of shape {(*leading, row_bytes)}"
-        raise ValueError(f"{name} is {rows.dtype} of shape {tuple(rows.shape)}; {expected}")
+def _noise(fmt: BlockFormat, seed: Seed, offset: int) -> kernels.Noise | None:
+    return (np.uint32(seed_key(seed)), offset) if fmt.stochastic else None
 
 
 def _zero_padding(fmt: BlockFormat, out: Tensor, numel: int) -> None:
@@ -184,54 +96,46 @@ def _zero_padding(fmt: BlockFormat, out: Tensor, numel: int) -> None:
         out[:, used_bytes:] = 0
 
 
-def _flat(name: str, rows: Tensor) -> NDArray[Any]:
-    """All memory from the first to the last element, in one dimension."""
-    if rows.dtype not in _KERNEL_DTYPES or rows.device.type != "cpu":
-        raise ValueError(f"{name} is {rows.dtype} on {rows.device}; expected fp32, bf16 or fp16 on the CPU")
-    if rows.shape[-1] > 1 and rows.stride(-1) != 1:
-        raise ValueError(f"{name} has strides {rows.stride()}; expected rows without gaps in them")
-    last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
-    flat = rows.detach().as_strided((last + 1 if rows.numel() else 0,), (1,))
-    array: NDArray[Any] = flat.view(_KERNEL_DTYPES[rows.dtype]).numpy()
-    return array
-
-
-def _row_order(order: RowOrder | None, rows: int) -> NDArray[np.int64]:
-    return _order_array(None if order is None else tuple(order), rows)
+def _rows(rows: Tensor, order: RowOrder = None) -> kernels.Rows:
+    """All memory from the first to the last element, in one dimension, and where each row starts in it."""
+    count, numel = rows.shape
+    end = (count - 1) * rows.stride(0) + numel if rows.numel() else 0
+    memory = rows.detach().as_strided((end,), (1,)).view(_KERNEL_DTYPES[rows.dtype]).numpy()
+    return memory, _row_numbers(None if order is None else tuple(order), count) * rows.stride(0)
 
 
 @lru_cache(maxsize=256)
-def _order_array(order: tuple[int, ...] | None, rows: int) -> NDArray[np.int64]:
+def _row_numbers(order: tuple[int, ...] | None, rows: int) -> NDArray[np.int64]:
     if order is None:
         return np.arange(rows)
-    if sorted(order) != list(range(rows)):
-        raise ValueError(f"order is {order}; expected a permutation of the {rows} rows")
+    check_order(order, rows)
     return np.array(order, np.int64)
 
 
-def _run(kernel: Callable[..., None], tiles: int, elements_per_tile: int, *args: object) -> None:
-    """kernel(*args, first, last) over all tiles, on as many threads as are worth it."""
-    shares = min(
-        torch.get_num_threads() * SHARES_PER_THREAD, tiles * elements_per_tile // MIN_ELEMENTS_PER_SHARE
-    )
-    threads = min(torch.get_num_threads(), shares)
+def _run(
+    kernel: Callable[..., None], given: tuple[Any, ...], rows: int, senders: int, numel: int, tile_size: int
+) -> None:
+    """Call kernel(*given, ...) for all tiles, on as many threads as are worth it."""
+    tiles, threads = rows * -(-numel // tile_size), torch.get_num_threads()
+    shares = min(threads * SHARES_PER_THREAD, tiles * tile_size * senders // MIN_ELEMENTS_PER_SHARE)
+    threads = min(threads, shares)
     if threads <= 1:
-        kernel(*args, 0, tiles)
+        kernel(*given, (numel, tile_size, 0, tiles))
         return
     ranges = iter(list(pairwise(tiles * i // shares for i in range(shares + 1))))
 
     def work() -> None:
         for first, last in ranges:  # all threads take from the same iterator
-            kernel(*args, first, last)
+            kernel(*given, (numel, tile_size, first, last))
 
     helpers = [_workers(os.getpid()).submit(work) for _ in range(threads - 1)]
     work()
     for helper in helpers:
-        if not helper.cancel():  # one that was not even started is not needed any more
+        if not helper.cancel():  # a helper that has not started is not needed any more
             helper.result()
 
 
 @cache
 def _workers(process_id: int) -> ThreadPoolExecutor:
-    """The pool of this process: a fork inherits the parent's without its threads."""
+    """The pool of this process: a fork inherits the parent's pool without its threads."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="zeropp-quant")

@@ -1,4 +1,4 @@
-"""Numbers, their bits and their payload bytes in Triton: the small parts that kernels.py is made of."""
+"""Numbers, their bits and their payload bytes in Triton, for kernels.py."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -18,13 +18,13 @@ _SHIFT_0, _SHIFT_1, _SHIFT_2 = (tl.constexpr(shift) for shift in noise.SHIFTS)
 _MULTIPLIER_0, _MULTIPLIER_1 = (tl.constexpr(multiplier) for multiplier in noise.MULTIPLIERS)
 
 
-# Payload bytes as fp32 codes. An integer in the low bits of 2^23 is the float 2^23 + integer; what is too
-# much is subtracted. Exact, and cheaper than a conversion.
+# Payload bytes as fp32 codes. An integer in the low bits of 2^23 is the float 2^23 + integer, and 2^23 is
+# subtracted. This is exact, and cheaper than a conversion.
 
 
 @triton.jit
 def int8_values(byte: tl.tensor) -> tl.tensor:
-    """Flipping the sign bit of a two's complement byte adds 128."""
+    """Flip the sign bit of the byte in two's complement, which adds 128."""
     return as_float(byte.to(tl.uint32) ^ (_UNROUND | 0x80)) - (8388608.0 + 128)
 
 
@@ -35,7 +35,7 @@ def low_int4_values(byte: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def high_int4_values(byte: tl.tensor) -> tl.tensor:
-    """Not shifted down: above 2^19, the fifth bit is worth 1."""
+    """The nibble is not shifted down: above 2^19, the fifth bit is worth 1."""
     return as_float(byte.to(tl.uint32) & 0xF0 | _UNROUND_HIGH) - (524288.0 + 8)
 
 
@@ -59,7 +59,7 @@ def as_float(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def to_float(x: tl.tensor) -> tl.tensor:
-    """x as fp32; of bf16 the bits, because the interpreter's cast loses subnormals."""
+    """Return x as fp32. bf16 is converted by its bits: the interpreter's cast loses subnormals."""
     if x.dtype == tl.bfloat16:
         return scale_values(x.to(tl.uint16, bitcast=True))
     return x.to(tl.float32)
@@ -67,7 +67,7 @@ def to_float(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def from_float(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """x rounded to nearest even: one instruction on a GPU; the interpreter's cast to bf16 truncates."""
+    """Round x to nearest even: one instruction on a GPU. The interpreter's cast to bf16 truncates."""
     if _INTERPRETED and dtype == tl.bfloat16:
         rounded = (as_bits(x) + 0x7FFF + (as_bits(x) >> 16 & 1)) >> 16
         return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -79,7 +79,7 @@ def from_float(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def mix(x: tl.tensor) -> tl.tensor:
-    """uint32 to uint32."""
+    """Hash uint32 to uint32."""
     x ^= x >> _SHIFT_0
     x *= _MULTIPLIER_0
     x ^= x >> _SHIFT_1
@@ -89,5 +89,5 @@ def mix(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def to_noise(random: tl.tensor) -> tl.tensor:
-    """Noise of the upper 16 bits of random ones."""
+    """Return the noise of the upper 16 of 32 random bits."""
     return (random.to(tl.int32, bitcast=True) >> 16 | 1).to(tl.float32) * 0.0000152587890625

@@ -1,5 +1,5 @@
-"""Triton kernels of the block formats, for NVIDIA and AMD. launch.py launches them, gpu_compile.py
-compiles them without a GPU.
+"""Triton kernels of the block formats, for NVIDIA and AMD. launch.py launches them.
+benchmarks/compile_gpu_kernels.py compiles them without a GPU.
 
 One program handles a *tile*, 4096 consecutive elements of one row, whatever the block size:
 
@@ -7,28 +7,28 @@ One program handles a *tile*, 4096 consecutive elements of one row, whatever the
     tile     [n, B]    n = 4096 / B blocks, so a tile starts at a block of every format
     inside   low [n, B/2], high [n, B/2]    lower and upper halves of the blocks
 
-Halves, because one int4 byte holds element j and element j + B/2 of its block: loaded apart, they are packed
-and unpacked without moving data between threads. int8 does as well with them, so there is one path.
+A block is loaded in halves because one int4 byte holds elements j and j + B/2 of its block. So they are
+packed and unpacked without moving data between threads. int8 is as fast in halves, so there is one path.
 
 [Note: Tile size]
-A program has 128 threads (4 warps of NVIDIA, 2 of AMD), so a tile is 32 elements a thread: 16 bytes of int4,
-one 128-bit load; two of int8, four of bf16, eight of fp32, all independent. With 8 programs on a
-multiprocessor (64 registers a thread allow it) 16 to 128 KB are in flight on each; memory latency times
-bandwidth asks for about 18 KB. The reduction over a block of up to 1024 elements stays within a warp.
+A program has 128 threads (4 warps of NVIDIA, 2 of AMD), so a thread has 32 elements: one 128-bit load of
+int4, two of int8, four of bf16, eight of fp32, all independent. With 8 programs on a multiprocessor (64
+registers per thread allow it), 16 to 128 KB are in flight on each. Memory latency times bandwidth is about 18
+KB. The reduction over a block of up to 1024 elements stays within a warp.
 
 [Note: Bit parity]
 The bytes equal those of reference.py because nothing here is left to the compiler:
-    - launches turn off the fusing of multiply and add (gpu.LAUNCH).
+    - Launches turn off the fusing of multiply and add (LAUNCH in launch.py).
     - 1/scale is an IEEE division, and scales are rounded to bf16 in integers.
     - x is rounded to an integer by adding 1.5 * 2^23: one fp32 addition, to nearest even, and the low bits of
-      the sum are the integer. Exact for |x| < 2^22, and codes are far below. No conversion instruction (those
-      run at a fraction of the rate), no libdevice (which may flush subnormals).
-    - magnitudes are compared as integers: a float maximum drops NaN, or not, depending on the hardware.
-One thing is left to the hardware: which NaN a decoded NaN is. Encoded bytes hold only 0x7fc0.
+      the sum are the integer. This is exact for |x| < 2^22, and codes are far below. It needs no conversion
+      instruction (those run at a fraction of the rate) and no libdevice (which may flush subnormals).
+    - Magnitudes are compared as integers: a float maximum drops NaN on some hardware.
+One thing is left to the hardware: the bits of a decoded NaN. Encoded bytes have only the NaN 0x7fc0.
 """
 
 # mypy: disable-error-code="untyped-decorator"
-# (triton has no type hints: under mypy everything it decorates is untyped.)
+# (triton has no type hints, so everything that it decorates is untyped to mypy.)
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _ROUND = tl.constexpr(0x4B400000)  # 1.5 * 2^23: adding it rounds to an integer,
 _LARGEST_FP32 = tl.constexpr(3.4028234663852886e38)
 
 
-# (Seeds and offsets are no reason to compile again.)
+# Unspecialized, because another seed or offset must not compile the kernel again.
 @triton.jit(do_not_specialize=["seed_key", "offset"])
 def encode_kernel(
     source: tl.tensor,
@@ -156,14 +156,14 @@ def recode_kernel(
 ) -> None:
     """out[k] = quantized factor * (encoded[0][k] + encoded[1][k] + ...): one pass, sums stay in registers.
 
-    rotation: 1 if the sums are to be rotated, -1 if they are to be turned back, else 0.
+    rotation: 1 to rotate the sums, -1 to turn them back, else 0.
     """
     tile, row = _position()
     low, high = _sum_senders(
         encoded + row * encoded_stride, sender_stride, tile, numel, senders, bits, block_size, into_block_size
     )
-    # A new block sees zeros past the end of the row, not what the old block decodes to there (NaN, if the old
-    # block is NaN and reaches further than the new one).
+    # A new block has zeros past the end of the row. The old block may decode to NaN there, if it is longer
+    # than the new one.
     element = _low_elements(into_block_size)
     left = _left_in_tile(numel, tile)
     low = tl.where(element < left, low * factor, 0.0)
@@ -176,7 +176,7 @@ def recode_kernel(
     )
 
 
-# Where a program is. Offsets inside a tile are 32 bits wide, the start of a tile 64.
+# The position of a program. Offsets inside a tile have 32 bits, the start of a tile has 64.
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def _low_elements(block_size: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _left_in_tile(count: tl.tensor, tile: tl.tensor, per_tile: tl.constexpr = TILE) -> tl.tensor:
-    """How many of a row's `count` things are in this tile or after it, up to a tile full: fits 32 bits."""
+    """How many of a row's `count` elements or blocks are in this tile or after it, up to a full tile."""
     return tl.minimum(count - tile * per_tile, per_tile).to(tl.int32)
 
 
@@ -243,8 +243,8 @@ def _store_blocks(
     else:
         tl.store(at, (low_code | high_code << 4).to(tl.uint8), mask=is_block[:, None])
 
-    # The zeros that end a row have the width of up to 7 scales: they are written as the scales of blocks that
-    # do not exist. launch.py launches enough programs for these, too.
+    # The zeros at the end of a row have the width of up to 7 scales. They are written as the scales of blocks
+    # that do not exist. launch.py launches enough programs for these, too.
     slots_left = _left_in_tile(tl.cdiv(blocks, _SLOT_GROUP) * _SLOT_GROUP, tile, per_tile)
     slots = (row_start + blocks * payload_block).to(tl.pointer_type(tl.uint16))
     tl.store(
@@ -281,8 +281,8 @@ def _extremes(low: tl.tensor, high: tl.tensor, bits: tl.constexpr, stochastic: t
     if bits == 8 or stochastic:
         magnitude = tl.maximum(as_bits(low) & 0x7FFFFFFF, as_bits(high) & 0x7FFFFFFF)
         return as_float(tl.max(magnitude, axis=1)) * (1.0 / 127 if bits == 8 else 1.0 / 7)
-    # Rotated by one bit, the sign is the lowest: the largest integer is the largest magnitude, and of +m and
-    # -m it is -m.
+    # With the bits rotated by one, the sign is the lowest bit: the largest integer is the largest magnitude,
+    # and of +m and -m it is -m.
     low_key = as_bits(low) << 1 | as_bits(low) >> 31
     high_key = as_bits(high) << 1 | as_bits(high) >> 31
     key = tl.max(tl.maximum(low_key, high_key), axis=1)
@@ -294,7 +294,8 @@ def _codes(x: tl.tensor, scale: tl.tensor, noise: tl.tensor, bits: tl.constexpr)
     """The payload of x, [n, B/2] uint32: the low 8 bits are an int8 code, the low 4 an int4 code + 8."""
     zero: tl.constexpr = _ROUND if bits == 8 else _ROUND + 8
     max_code: tl.constexpr = 127 if bits == 8 else 7
-    # In a NaN block all codes are 0: numbers are multiplied by 0; the bits of NaN, a large integer, are cut.
+    # In a NaN block all codes are 0: numbers are multiplied by 0, and the bits of NaN, a large integer, are
+    # cut.
     is_number = scale != _NAN_SCALE
     inverse = tl.where(is_number, tl.math.div_rn(1.0, as_float(scale)), 0.0)
     greatest = tl.where(is_number, zero + max_code, zero).to(tl.uint32)
@@ -323,8 +324,8 @@ def _sum_senders(
     into_block_size: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The sum of all senders' values of a tile, as halves of blocks of `into_block_size`."""
-    # -0.0, not 0.0, is what leaves every number as it is when added to it, -0.0 included. (Made of its bits:
-    # Triton's full() turns -0.0 into 0.0.)
+    # Adding -0.0 changes no number, and adding 0.0 would change -0.0. The sum starts from bits, because
+    # Triton's full() turns -0.0 into 0.0.
     low = as_float(tl.full([TILE // into_block_size, into_block_size // 2], _SIGN, tl.uint32))
     high = low
     for sender in tl.range(0, senders, loop_unroll_factor=4):
@@ -376,7 +377,7 @@ def _add_elements(
     bits: tl.constexpr,
     block_size: tl.constexpr,
 ) -> tl.tensor:
-    """The same for any elements of the tile, each with its own byte and scale: for unequal block sizes."""
+    """Add values of any elements of the tile, each with its own byte and scale: for unequal block sizes."""
     in_row = element < _left_in_tile(numel, tile)
     block = element // block_size
     if bits == 8:

@@ -79,6 +79,6 @@ def _stage(x: tl.tensor, distance: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _cut(x: tl.tensor, largest: tl.constexpr) -> tl.tensor:
-    """Finite numbers to +-largest; x - x is 0, or NaN if x is not finite."""
+    """Cut finite numbers to +-largest. The others become NaN: x - x is 0, or NaN if x is not finite."""
     cut = tl.where(x < largest, x, largest)
     return tl.where(cut > -largest, cut, -largest) + (x - x)

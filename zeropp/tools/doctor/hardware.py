@@ -39,7 +39,7 @@ from ...comm.chunks import ChunkPolicy
 from ...comm.execution import Inline, run_to_end
 from ...config import CodecName, Config
 from ...process_groups import world
-from ...quant import make_codec
+from ...quant import Segment, make_codec
 from ...topology import Hop, Topology
 from ..bench.training import send_nothing
 from ..bench.workload import HEAD_WIDTH
@@ -164,9 +164,9 @@ def _codec_speed(timer: Timer, name: CodecName) -> CodecSpeed:
     """Measure one codec on a gradient of 4 rows with 2^18 elements each."""
     rows, numel = 4, 1 << 18
     dtype = torch.float32 if timer.device.type == "cpu" else torch.bfloat16
-    codec = make_codec(name, dtype, BLOCK_SIZE)
+    codec = make_codec(name, dtype, [Segment(numel, BLOCK_SIZE)])
     source = torch.randn(rows, numel, device=timer.device).to(dtype)
-    encoded = torch.empty(rows, codec.row_bytes(numel), dtype=torch.uint8, device=timer.device)
+    encoded = torch.empty(rows, codec.row_bytes, dtype=torch.uint8, device=timer.device)
     out = torch.empty_like(source)
     encode = timer.seconds(lambda: codec.encode(source, encoded), LONG_ROUND)
     decode = timer.seconds(lambda: codec.decode(encoded, out), LONG_ROUND)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...config import INTEGERS, CodecName
-from ...quant import BlockFormat, make_codec, reference
+from ...quant import BlockFormat, Segment, make_codec, reference
 from ...quant.dispatch import Implementation, implementation_for
 from .check import Check, CheckResult, Session
 from .timer import LONG_ROUND, Timer
@@ -200,10 +200,11 @@ def _not_finite(session: Session) -> CheckResult:
         get_args(CodecName), DTYPES, (float("nan"), float("inf"), float("-inf"))
     ):
         for rotate, stochastic in product((False, True), repeat=2) if name in INTEGERS else [(False, False)]:
-            codec = make_codec(name, dtype, block, rotate, stochastic)
+            row = [Segment(3 * block, block, is_rotated=True)]
+            codec = make_codec(name, dtype, row, rotate, stochastic)
             source = torch.ones(1, 3 * block, dtype=dtype, device=device)
             source[0, block + 7] = value
-            encoded = torch.empty(1, codec.row_bytes(3 * block), dtype=torch.uint8, device=device)
+            encoded = torch.empty(1, codec.row_bytes, dtype=torch.uint8, device=device)
             decoded = torch.empty_like(source)
             codec.encode(source, encoded, seed=SEED)
             codec.decode(encoded, decoded)
@@ -229,10 +230,8 @@ def _speed(session: Session) -> CheckResult:
     out = torch.empty_like(source)
     ratios, slowest = [], 0.0
     for name in get_args(CodecName):
-        codec = make_codec(name, dtype, 128, rotate=True)
-        encoded = torch.empty(
-            SPEED_ROWS, codec.row_bytes(SPEED_NUMEL), dtype=torch.uint8, device=session.world.device
-        )
+        codec = make_codec(name, dtype, [Segment(SPEED_NUMEL, 128, is_rotated=True)], rotate=True)
+        encoded = torch.empty(SPEED_ROWS, codec.row_bytes, dtype=torch.uint8, device=session.world.device)
         touched = torch.empty((source.nbytes + encoded.nbytes) // 2, dtype=torch.uint8, device=source.device)
         elsewhere = torch.empty_like(touched)
         copy = timer.seconds(partial(elsewhere.copy_, touched), LONG_ROUND)
