@@ -118,7 +118,11 @@ def test_the_library_imports_no_tool() -> None:
     """One door: `ZeroPP.report` imports its page when it is called. `__main__` is a command."""
     tools = [found for found in IMPORTS if found.imported.split(".")[0] == TOOLS]
     library = {(found.importer, found.imported) for found in tools if found.importer.split(".")[0] != TOOLS}
-    assert library == {("__main__", "tools.cli"), ("_handle", "tools.pages.traffic")}
+    assert library == {
+        ("__main__", "tools.cli"),
+        ("_handle", "tools.pages.traffic"),
+        ("_handle", "tools.atomic_files"),
+    }
 
 
 def test_every_line_is_needed_and_names_what_there_is() -> None:
@@ -143,12 +147,11 @@ def test_rooms_around_the_core_take_public_names() -> None:
 
 def test_the_list_is_read_as_it_is_written() -> None:
     assert ("comm", "quant") in EDGES
-    assert ("plan.step_recorder", "fsdp") in EDGES
     assert ("config", "") in EDGES
-    assert Import("fsdp", "comm", "AllGather") in IMPORTS
-    assert Import("plan.timeline", "comm.pipeline", "pipelined") in IMPORTS
-    assert Import("plan.trace", PUBLIC, "Ledger") in IMPORTS
-    assert not any(needed_by(edge, Import("plan.trace", "comm.pipeline", "")) for edge in EDGES)
+    assert Import("fsdp2.units", "comm", "Piece") in IMPORTS
+    assert Import("tools.plan.timeline", "comm.execution", "pipelined") in IMPORTS
+    assert Import("tools.plan.trace", PUBLIC, "Ledger") in IMPORTS
+    assert not any(needed_by(edge, Import("comm.wire", "fsdp2.units", "")) for edge in EDGES)
 
 
 def private_names() -> set[str]:

@@ -8,7 +8,6 @@ ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
     "tools/bench/messages": "tools/bench/test_ranks",  # sent to real rank processes, and back
     "tools/bench/rank_process": "tools/bench/test_ranks",
-    "comm/reduction": "comm/test_reduce_scatter",
     "cpu/late_gradients": "cpu/test_overlap",
     "cpu/prefetch": "cpu/test_overlap",
     "_describe": "test_handle",  # notes and the table of summary()
