@@ -222,7 +222,7 @@ def _is_direct(hop: Hop, pieces: Tensor) -> bool:
     """Whether members send messages to each other, instead of calling the backend's collective.
 
     gloo's collectives copy into their own buffers and back. A message goes from our memory to the memory of
-    its receiver. A flat route stays a ring: with messages, a piece would cross to the same node several times.
+    its receiver. A flat route stays a ring: with messages, a piece would cross to a node several times.
     """
     return pieces.device.type == "cpu" and hop.name != "flat"
 
