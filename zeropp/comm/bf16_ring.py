@@ -122,7 +122,7 @@ class RingReduction(Transfer):
                         self._hop.wait_for(message)
             with label("decode"):
                 arriving.add_(own)  # [Note: Sums as NCCL makes them]
-            held, arriving = arriving, held
+            held, arriving = arriving, held  # the next step sends this sum
         with label("decode"):
             out.copy_(held)
         wire.count_flat_ring("reduce_scatter", held.numel() * WIRE_DTYPE.itemsize)

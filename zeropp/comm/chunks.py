@@ -25,9 +25,9 @@ A buffer of rows [W, S] is cut into chunks of columns. A chunk has whole blocks,
 and no scale. All ranks cut alike: they have the same Config, the same backend and the same shards.
 
 With chunks, a unit's hops overlap with each other and with its codecs ([Note: Pipelining] in execution.py).
-Each chunk costs messages, and the Python that starts them. On gloo the cores that compute pay for both,
-and a unit's hops overlap with the next unit anyway (cpu/comm_threads.py). So with chunks="auto", two hops on
-gloo have far longer chunks; benchmarks/chunks.py compares them.
+Each chunk costs messages, and the Python that starts them. On gloo the cores that compute pay for both, and a
+unit's hops overlap with the next unit anyway (cpu/comm_threads.py). So with chunks="auto", two hops on gloo
+have far longer chunks; benchmarks/chunks.py compares them.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ codecs. So columns are grouped by dtype and by whether they are trained, even in
     group 0 [S0]      base       | base       | norm     not trained, bf16
     group 1 [S1]             A B |        A B            trained, fp32
 
-Each group is packed into a separate shard and gathered like a separate unit. The usual unit has one
-group: the whole shard. If dtypes are mixed, FSDP2 passes raw bytes, and columns are bytes.
+Each group is packed into a separate shard and gathered like a separate unit. The usual unit has one group:
+the whole shard. If dtypes are mixed, FSDP2 passes raw bytes, and columns are bytes.
 
 [Note: Regrouping]
 `requires_grad` is read when zeropp is applied, and again at each optimizer step that concerns the unit. It is

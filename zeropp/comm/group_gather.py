@@ -73,7 +73,7 @@ class GroupGather:
         self.is_plain = hops[0].name == "flat" and (
             name == "none" or (name, dtype) == ("bf16", torch.bfloat16)
         )
-        """Whether the backend's own all-gather gives the same result: a flat route without a codec."""
+        """Whether the backend's own all-gather gives the same result: a flat route, and nothing to encode."""
         self.node_shard: NodeShard | None = None
         if config.secondary and hops[0].name == "across":
             self.node_shard = NodeShard(
@@ -82,6 +82,7 @@ class GroupGather:
                 refresh_every=config.refresh_every,
                 weights_version=lambda: self._version(versions()),
             )
+        # Two hops gather rows sorted by rail; decoding puts them in the order of ranks.
         self._row_order = wire.topology.row_order if len(hops) == 2 else None
 
     @property
@@ -148,6 +149,7 @@ class GroupGather:
         wire, first, kept = self.wire, self.hops[0], self.node_shard
         shard, send, group = gathering.shard[chunk.at], gathering.send, gathering.group
         size, device, member = (first.size, chunk.sent.row_bytes), shard.device, wire.member(first)
+        # Buffers in use across a yield need separate names for each transfer and chunk.
         key = f"{gathering.slot}.{chunk.number}"
         if kept is None:
             encoded = wire.scratch.take(f"all_gather.encoded.{key}", *size, device=device)
@@ -172,6 +174,7 @@ class GroupGather:
         take, rows, device = self.wire.scratch.take, len(kept), kept.device
         with self.wire.label("all_gather", "encode"):
             size = (rows, chunk.kept.numel)
+            # No key in the name: used up before the next yield.
             values = take("all_gather.reference", *size, dtype=torch.float32, device=device)
             chunk.kept.decode(kept, values)
             encoded = take(f"all_gather.for_node.{key}", rows, chunk.received.row_bytes, device=device)

@@ -184,7 +184,7 @@ class NodeShard:
     def state_dict(self, row: int) -> dict[str, Any]:
         """Return the state for a checkpoint: this rank's row of every chunk. Its rail saves the other rows.
 
-        Empty without differences: all else can be rebuilt from the weights.
+        Empty if there is no reference of differences: all else can be rebuilt from the weights.
         """
         if not self.takes_differences or self.state is State.EMPTY:
             return {}

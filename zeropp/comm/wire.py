@@ -106,6 +106,7 @@ class Wire:
         self.ledger = ledger
         self.scratch = scratch
         self._flat_ring = self._ring_of([topology.ranks[position] for position in topology.ring])
+        # Weak keys: the wire must not keep a destroyed process group alive.
         self._rings: WeakKeyDictionary[ProcessGroup, Ring] = WeakKeyDictionary()
         my_node = topology.node_of[topology.rank]
         self._on_other_nodes = sum(node != my_node for node in topology.node_of)
@@ -149,7 +150,7 @@ class Wire:
         yield
         with self.label("all_gather", hop.name):
             for work in works:
-                if is_direct:
+                if is_direct:  # gloo's messages ignore a timeout that was changed later
                     hop.wait_for(work)
                 else:
                     work.wait()
@@ -171,7 +172,7 @@ class Wire:
         yield
         with self.label("reduce_scatter", hop.name):
             for work in works:
-                if is_direct:
+                if is_direct:  # as in all_gather
                     hop.wait_for(work)
                 else:
                     work.wait()
