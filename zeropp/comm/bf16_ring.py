@@ -1,19 +1,19 @@
-"""The ring that reduces gradients as bf16: what FSDP2 with a 16-bit wire sends on NCCL.
+"""A ring that reduces gradients in bf16, with the bytes and sums of FSDP2 with a 16-bit wire on NCCL.
 
-The partial sum of a row starts behind the row's owner and goes once around the ring, up to the owner. In
-every step each rank passes one partial sum on to its successor, W - 1 times in all; the row of r3, W = 4:
+The partial sum of a row starts at the successor of the row's owner and goes once around the ring to the
+owner. In each of W - 1 steps, every rank sends one partial sum to its successor. The row of r3 with W = 4:
 
     r0 --x0--> r1 --x0 + x1--> r2 --x0 + x1 + x2--> r3
 
-The ring goes node by node (`Topology.ring`), so W - 1 rows leave each node: no ring can do with fewer.
+The ring goes node by node (`Topology.ring`), so W - 1 rows leave each node, the fewest of any ring.
 
 [Note: Sums as NCCL makes them]
-NCCL sums in the dtype that it sends: a bf16 element that arrives and the rank's own are added in fp32, and
-rounded to bf16 at each hop. The factor of AVG (1 / W) and PREMUL_SUM is rounded to bf16, too, and multiplies
-each rank's own elements before they are added (src/enqueue.cc and src/device/reduce_kernel.h of NCCL 2:
-ncclAvg of floats is ncclDevPreMulSum). With 3 ranks, that makes a mean 0.2% too large. It is the same here,
-so that the 16-bit baseline is the one that a user has, on CPU as well. On other devices it is the backend's
-own reduce-scatter of bf16.
+NCCL sums in the dtype that it sends. It adds the received bf16 element and the rank's own in fp32, and rounds
+the sum to bf16 at each hop. The factor of AVG (1 / W) and PREMUL_SUM is rounded to bf16, too, and multiplies
+each rank's own elements before the addition (src/enqueue.cc and src/device/reduce_kernel.h of NCCL 2: ncclAvg
+of floats is ncclDevPreMulSum). With 3 ranks, this makes a mean 0.2% too large. This ring computes the same,
+so that the 16-bit baseline on CPU is the baseline that a user has. On other devices, the backend's own
+reduce-scatter of bf16 runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .ledger import WorkKey
 from .wire import Wire
 
 WIRE_DTYPE = torch.bfloat16
-CHUNK_MULTIPLE = 16  # elements; there are no blocks to respect, and any number gives the same sums
+CHUNK_MULTIPLE = 16  # elements; bf16 has no blocks, so any number gives the same sums
 
 
 class RingReduction(Transfer):
@@ -51,7 +51,7 @@ class RingReduction(Transfer):
         factor: float,
         cut: ChunkPolicy,
     ) -> None:
-        """Describe a reduction: `op` is FSDP2's operation, and `factor` the factor that it has."""
+        """Describe a reduction: `op` is FSDP2's operation, and `factor` its factor."""
         self.unit, self.device = wire.unit, rows.device
         self._wire, self._hop, self._group, self._op = wire, hop, hop.group or group, op
         self._rows, self._out, self._cut = rows, out, cut
@@ -74,6 +74,7 @@ class RingReduction(Transfer):
         )
 
     def _reduce_by_backend(self) -> None:
+        """Run the backend's reduce-scatter in bf16, which has the factor in its operation."""
         wire, rows, out = self._wire, self._rows, self._out
         wire.count_flat_ring("reduce_scatter", out.numel() * WIRE_DTYPE.itemsize)
         with wire.label("reduce_scatter", "encode"):
@@ -88,8 +89,8 @@ class RingReduction(Transfer):
     def _pass_around(self, number: int, rows: Tensor, out: Tensor) -> Generator[None]:
         """Reduce some columns of the rows [W, S] by messages between neighbours.
 
-        Every rank sends and receives the messages of a chunk in one order: the k-th is the same for both
-        ends.
+        Messages of a chunk share one tag. Both ends use them in the same order, so the k-th send meets the
+        k-th receive.
         """
         wire, group, tag = self._wire, self._group, self._wire.tag(number)
         ring, label = wire.topology.ring, partial(wire.label, "reduce_scatter")
@@ -112,7 +113,7 @@ class RingReduction(Transfer):
                     dist.irecv(arriving.view(torch.uint8), group=group, group_src=predecessor, tag=tag),
                     dist.isend(held.view(torch.uint8), group=group, group_dst=successor, tag=tag),
                 )
-            with label("encode"):
+            with label("encode"):  # while the messages are on the wire
                 self._contribute(rows[ring[place - distance]], own)
             yield
             with label("flat"):
@@ -121,20 +122,21 @@ class RingReduction(Transfer):
                         self._hop.wait_for(message)
             with label("decode"):
                 arriving.add_(own)  # [Note: Sums as NCCL makes them]
-            held, arriving = arriving, held
+            held, arriving = arriving, held  # the next step sends this sum
         with label("decode"):
             out.copy_(held)
         wire.count_flat_ring("reduce_scatter", held.numel() * WIRE_DTYPE.itemsize)
         _count_work(wire, rows, out)
 
     def _contribute(self, row: Tensor, into: Tensor) -> None:
+        """Convert this rank's own elements of a row to bf16, times the factor."""
         into.copy_(row)
         if self._scale is not None:
             into.mul_(self._scale)
 
 
 def _count_work(wire: Wire, rows: Tensor, out: Tensor) -> None:
-    """All rows became bf16 once; the own one came back."""
+    """Count the work: every row was converted to bf16 once, and the own shard back."""
     record = wire.ledger.record_work
     record(WorkKey(wire.unit, "reduce_scatter", "flat", "encode", "bf16"), rows.numel())
     record(WorkKey(wire.unit, "reduce_scatter", "flat", "decode", "bf16"), out.numel())

@@ -1,32 +1,33 @@
-"""How a row of a buffer is cut: into segments that respect parameters, and into chunks for the pipeline.
+"""Segments and chunks: a row of a buffer is cut into segments that respect parameters, and into chunks for
+the pipeline.
 
 [Note: Segments]
-A row is the shards of a unit's parameters, one after the other. What a parameter receives depends on its own
+A row is the shards of a unit's parameters, one after the other. The bytes of a parameter depend on its own
 values only. So a parameter that several shard groups hold (a norm that tensor parallelism replicates, a
 router, the embedding of two pipeline stages) stays equal in all of them. Two rules follow:
 
-- A block holds elements of one parameter. A scale that two parameters shared would round the smaller one to
-  zero, and differently in every group.
+- A block holds elements of one parameter. A scale shared by two parameters would round the smaller one to
+  zero, and differently in every shard group.
 - A rotated group holds elements of one row of a parameter (a slice of its dimension 0). So a row of gradients
-  that is zero on all ranks (a token that no batch has, an expert without tokens) arrives as zero. Parameters
-  whose rows are no multiple of 64 elements, all those of one dimension among them, are not rotated.
+  that is zero on all ranks (a token in no batch, an expert without tokens) arrives as zero. Parameters whose
+  rows are no multiple of 64 elements are not rotated; all parameters of one dimension are among them.
 
-The end of a parameter pads its last block. Short shards take the size of blocks that needs the fewest bytes.
-The shortest are sent as they are. Neighbours of one format are one segment if blocks end where they meet:
-the bytes are the same, and fewer kernels run.
+The last block of a parameter is padded. Short shards use the block size that needs the fewest bytes. The
+shortest shards are not encoded. Adjacent parameters of one format form one segment if a block ends at their
+border: the bytes are the same, and fewer kernels run.
 
     row       matrix, rows of 4096     | norm: 64        | bias: 12  | matrix, rows of 100
     segments  [ 128 ][ 128 ] ... [ 128 ] [      64     ] [  as is  ] [ 128 ][ 128 ] ... [ 36, padded ]
               rotated                    not rotated                 not rotated
 
 [Note: Chunks]
-A buffer of rows [W, S] is cut into chunks of columns, each of whole blocks, so that cutting changes no code
+A buffer of rows [W, S] is cut into chunks of columns. A chunk has whole blocks, so the cut changes no code
 and no scale. All ranks cut alike: they have the same Config, the same backend and the same shards.
 
-A chunk lets a unit's hops overlap with each other and with its codecs. It costs messages, and the Python that
-starts them. On gloo the cores that compute pay for that, and the next unit overlaps with a unit's hops anyway
-(cpu/comm_threads.py). So with chunks="auto" two hops on gloo have far longer chunks: benchmarks/chunks.py
-compares.
+With chunks, a unit's hops overlap with each other and with its codecs ([Note: Pipelining] in execution.py).
+Each chunk costs messages, and the Python that starts them. On gloo the cores that compute pay for both, and a
+unit's hops overlap with the next unit anyway (cpu/comm_threads.py). So with chunks="auto", two hops on gloo
+have far longer chunks; benchmarks/chunks.py compares them.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from ..quant import BlockFormat, Segment
 from ..quant.rotation import GROUP
 
 AUTO_CHUNKS = 2
-MIN_CHUNK_ELEMENTS = 1 << 16  # of a row; below that, latency and Python cost more than overlap gains
+MIN_CHUNK_ELEMENTS = 1 << 16  # of a row; below it, latency and Python cost more than overlap gains
 MIN_CHUNK_ELEMENTS_ON_GLOO = 1 << 20
 BLOCK_SIZES = tuple(1 << n for n in range(MIN_BLOCK_SIZE.bit_length() - 1, MAX_BLOCK_SIZE.bit_length()))
 AS_IS_ELEMENTS = 16
-"""Shards of so many elements or fewer are sent as they are: a padded block would take about as many bytes."""
+"""Shards up to this size are not encoded: a padded block would take about as many bytes."""
 
 
 class Piece(NamedTuple):
@@ -53,7 +54,7 @@ class Piece(NamedTuple):
 
     numel: int
     row: int = 1
-    """Elements of a row of the parameter. [Note: Segments]"""
+    """Elements of a row of the parameter (a slice of dimension 0); see [Note: Segments]."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Columns:
     """A chunk of the columns of a buffer."""
 
     at: slice
+    """Columns of the buffer."""
     segments: tuple[Segment, ...]
 
     @property
@@ -69,16 +71,16 @@ class Columns:
 
 
 class ChunkPolicy(NamedTuple):
-    """How a row may be cut."""
+    """Limits on the chunks of a row."""
 
     most: int
-    """Chunks."""
+    """Maximum number of chunks."""
     least: int = MIN_CHUNK_ELEMENTS
-    """Elements of each."""
+    """Minimum elements of a chunk."""
 
     @classmethod
     def of(cls, chunks: int | Literal["auto"], on_gloo: bool = False) -> ChunkPolicy:
-        """What `Config.chunks` means; on_gloo: for two hops there. See [Note: Chunks]."""
+        """Return the policy of `Config.chunks`. on_gloo: for two hops on gloo; see [Note: Chunks]."""
         if chunks != "auto":
             return cls(chunks, MIN_CHUNK_ELEMENTS)
         return cls(AUTO_CHUNKS, MIN_CHUNK_ELEMENTS_ON_GLOO if on_gloo else MIN_CHUNK_ELEMENTS)
@@ -87,9 +89,9 @@ class ChunkPolicy(NamedTuple):
 def row_segments(
     pieces: Sequence[Piece], block_size: int, *, edges: Collection[int] = (), merge: bool = True
 ) -> tuple[Segment, ...]:
-    """The segments of a row. No segment crosses one of `edges`, and with merge=False none holds two pieces.
+    """Return the segments of a row; see [Note: Segments].
 
-    See [Note: Segments].
+    No segment crosses one of `edges`. With merge=False, no segment holds two pieces.
 
     >>> for segment in row_segments([Piece(8192, row=4096), Piece(64), Piece(12), Piece(200, row=100)], 128):
     ...     print(segment)
@@ -114,7 +116,7 @@ def row_segments(
 
 
 def column_chunks(cut: ChunkPolicy, segments: Sequence[Segment]) -> list[Columns]:
-    """Chunks of a row of these segments, of whole blocks.
+    """Cut a row of these segments into chunks of whole blocks.
 
     >>> first, second = column_chunks(ChunkPolicy(most=2), [Segment(65, 64), Segment(199_936, 128)])
     >>> first
@@ -132,6 +134,7 @@ offset=99968),))
     first = position = 0
 
     def close() -> None:
+        """End the chunk at `position`."""
         nonlocal first, inside
         if inside:
             chunks.append(Columns(slice(first, position), tuple(inside)))
@@ -141,6 +144,7 @@ offset=99968),))
         rest = segment
         while wanted and wanted[0] < position + rest.numel:
             block = rest.block_size or rest.numel
+            # Round the cut up to the end of a block; a segment without blocks is never cut.
             taken = min(-(-(wanted.pop(0) - position) // block) * block, rest.numel)
             if taken:
                 inside.append(rest._replace(numel=taken))
@@ -161,7 +165,8 @@ def _segment(piece: Piece, block_size: int) -> Segment:
     is_rotated = piece.row % GROUP == 0 and block_size >= GROUP
     smallest = GROUP if is_rotated else MIN_BLOCK_SIZE
     sizes = [size for size in BLOCK_SIZES if smallest <= size <= block_size]
-    # The same size for all hops, so that sums are encoded in the blocks that they arrived in.
+    # 4 bits for all codecs: all hops need one block size, so that sums are encoded in the blocks in which
+    # they arrived. Of sizes with equal bytes, `reversed` makes min() return the largest.
     fewest = min(reversed(sizes), key=lambda size: BlockFormat(4, size).row_bytes(piece.numel))
     return Segment(piece.numel, fewest, is_rotated)
 
@@ -169,4 +174,5 @@ def _segment(piece: Piece, block_size: int) -> Segment:
 def _can_merge(first: Segment, second: Segment) -> bool:
     if (first.block_size, first.is_rotated) != (second.block_size, second.is_rotated):
         return False
+    # Otherwise a block would hold the end of `first` and the start of `second`.
     return first.block_size is None or first.numel % first.block_size == 0

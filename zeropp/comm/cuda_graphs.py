@@ -1,14 +1,14 @@
-"""Graphs of a device (CUDA graphs): where zeropp must not be captured, and says so.
+"""Graphs of a device (CUDA graphs): zeropp's collectives raise while they are captured.
 
 [Note: Graphs]
-A captured step is replayed without any of its Python. What zeropp decides in Python would be frozen as it was
+The replay of a captured step runs no Python. Every decision that zeropp makes in Python would stay as it was
 in the capture: whether a node shard is fresh, whether gradients cross nodes, the number of a reduction that
 stochastic rounding depends on. Every replay would reuse the node shard of the capture, and train on old
-weights. So a gather or reduction raises while its stream is being captured. Only calls that go to the backend
-as they are (`Config.off()`) can be captured; the ledger counts the capture, and no replay.
+weights. So a gather or reduction raises while its stream is being captured. With `Config.off()`, all calls go
+to the backend unchanged and can be captured; the ledger counts the capture, and no replay.
 
-Graphs of pure computation between gathers are no problem. Nor is a captured optimizer step as such, but its
-replays run no hooks: call `ZeroPP.invalidate()` after each, or else the next gather finds changed weights and
+Graphs of pure computation between gathers work. A captured optimizer step works, too, but its replays run no
+hooks: call `ZeroPP.invalidate()` after each replay. Otherwise the next gather finds changed weights and
 raises `StaleWeightsError`.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 
-@cache  # some microseconds, in every gather
+@cache  # a lookup costs some microseconds, in every gather
 def _device_module(device_type: str) -> Any:
     return torch.get_device_module(device_type)
 
@@ -29,7 +29,7 @@ def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of the device is being captured into a graph."""
     module = _device_module(device.type)
     ask = getattr(module, "is_current_stream_capturing", None)
-    # A device that was never initialized captures nothing; builds of torch without it cannot even be asked.
+    # A device that was never initialized captures nothing, and torch builds without the device would raise.
     return ask is not None and module.is_initialized() and bool(ask())
 
 

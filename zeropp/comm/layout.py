@@ -1,7 +1,8 @@
-"""The layout of one unit's buffers in one direction: how they are cut, and what each chunk is sent as.
+"""Layouts of a unit's buffers, one for gathers and one for reductions: the chunks of a buffer, and the codec
+of each chunk on each hop.
 
-All of it follows from Config, hops, the number of elements and their dtype, so it is built once, and used by
-every call.
+A layout follows from Config, hops, the number of elements and their dtype. So it is built once, and every
+call uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .profiler_labels import Collective
 from .wire import Wire
 
 MAX_LAYOUTS = 32
-"""Kept by each comm: one for each set of parameters with gradients."""
+"""Layouts that a comm stores: one for each set of parameters with gradients."""
 
 
 class HopCodec(Codec):
@@ -38,6 +39,7 @@ class HopCodec(Codec):
         self.name = name
         """Name of the codec in `Config`."""
         self._ledger = ledger
+        # Built here: every call of the hot path would pay for a new key.
         self._keys = {
             operation: WorkKey(unit, collective, hop, operation, name) for operation in get_args(Operation)
         }
@@ -48,37 +50,37 @@ class HopCodec(Codec):
 
 @dataclass(frozen=True)
 class DecodeTarget:
-    """Where a part of a gathered row goes."""
+    """Where one part of a gathered row is decoded to."""
 
     at: slice
-    """Its bytes in the row."""
+    """Bytes of the part in the row."""
     columns: slice
-    """Its columns in the buffer."""
+    """Columns of the part in the buffer."""
     codec: HopCodec
-    """Decodes it."""
+    """Codec of the part."""
 
 
 @dataclass(frozen=True)
 class GatherChunk:
-    """A chunk of a group of weights: some columns of its packed shard [S], and of all shards [W, S]."""
+    """A chunk of a column group: some columns of its packed shard [S], for the shards of all ranks."""
 
     number: int
     at: slice
-    """Its columns in the packed shard."""
+    """Columns of the chunk in the packed shard."""
     sent: HopCodec
-    """Encodes the shard for the first hop; the node shard is encoded so, too."""
+    """Codec of the first hop, and of the node shard."""
     received: HopCodec
-    """What the last hop brings, ..."""
+    """Codec of the last hop, for whole rows."""
     places: tuple[DecodeTarget, ...]
-    """... and where that goes, stretch by stretch."""
+    """Where rows of the last hop are decoded to: one target per stretch."""
     kept: HopCodec
-    """The node shard, where it is decoded and encoded in place: with differences."""
+    """The codec of `sent`, counted as work on the node shard. Used with weights="delta-int4" only."""
     difference: HopCodec | None
-    """What the first hop sends of differences, if the buffer can have any."""
+    """Codec of differences on the first hop; None if the chunk never sends differences."""
 
     @property
     def encodes_for_node(self) -> bool:
-        """Whether the last hop sends something else than what is kept."""
+        """Whether the last hop has another codec than the node shard."""
         return self.received.name != self.sent.name
 
 
@@ -89,10 +91,9 @@ class HopPlan:
     hop: Hop
     on_wire: HopCodec
     in_sums: HopCodec
-    """The same bytes in the space of the sums between two hops: [Note: Rotated space] in
-    reduce_scatter.py."""
+    """Codec of the same bytes that does not undo the rotation: [Note: Rotated space] in reduction.py."""
     shape: tuple[int, int, int]
-    """Shape of what is sent, and of what arrives: members of the hop, rows for each, bytes of a row."""
+    """Shape of the sent and of the received buffer: members of the hop, rows per member, bytes per row."""
 
     @property
     def is_integer(self) -> bool:
@@ -101,12 +102,12 @@ class HopPlan:
 
 @dataclass(frozen=True)
 class ErrorCodecs:
-    """Codecs of error feedback."""
+    """Codecs of error feedback; see error_feedback.py."""
 
     kept: HopCodec
-    """Kept errors: eight bits in the blocks of what is sent."""
+    """Codec of stored errors: 8 bits, in the same blocks as the sent sums."""
     sent: HopCodec
-    """The bytes that were sent, to see what they have lost."""
+    """Codec of the sent sums: decoding them gives the new error."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,13 @@ class ReduceChunk:
     number: int
     columns: Columns
     legs: tuple[HopPlan, ...]
-    """Its hops, in their order."""
+    """Hops in the order in which they run."""
     errors: ErrorCodecs | None
     """None without error feedback."""
 
 
 class ReduceLayouts:
-    """Layouts of one comm, by all that they depend on and that a call may change. Built when first needed."""
+    """Layouts of one comm, one for each combination of arguments. Built at first use."""
 
     def __init__(
         self, build: Callable[[torch.dtype, tuple[Piece, ...], bool], tuple[ReduceChunk, ...]]
@@ -131,11 +132,11 @@ class ReduceLayouts:
         self._built: dict[tuple[torch.dtype, tuple[Piece, ...], bool], tuple[ReduceChunk, ...]] = {}
 
     def of(self, dtype: torch.dtype, pieces: tuple[Piece, ...], at_once: bool) -> tuple[ReduceChunk, ...]:
-        """The chunks of a buffer; see `reduce_chunks`."""
+        """Return the chunks of a buffer; see `reduce_chunks`."""
         key = dtype, pieces, at_once
         chunks = self._built.get(key)
         if chunks is None:
-            if len(self._built) >= MAX_LAYOUTS:
+            if len(self._built) >= MAX_LAYOUTS:  # bounds memory if the set of gradients differs in every step
                 self._built.clear()
             chunks = self._built[key] = self._build(*key)
         return chunks
@@ -144,14 +145,14 @@ class ReduceLayouts:
 def gather_chunks(
     wire: Wire, hops: tuple[Hop, ...], config: Config, columns: ColumnGroup, first_number: int = 0
 ) -> tuple[GatherChunk, ...]:
-    """The chunks of a group of weights, numbered from `first_number` on."""
+    """Return the chunks of a column group, numbered from `first_number` on."""
     dtype = columns.dtype
     takes_differences = config.weights == "delta-int4" and hops[0].name == "across" and is_float(dtype)
     kept_name = kept_codec_name(hops, config, dtype)
     received_name = kept_name
     if takes_differences and len(hops) == 2 and config.delta_in_node != "bf16":
         received_name = config.delta_in_node
-    # With one hop, differences stop at the node shard, which is decoded where it is.
+    # With one hop, the node shard is decoded, and not received bytes: those are only added to it.
     received_on = NODE_SHARD if takes_differences and len(hops) == 1 else hops[-1].name
     on_hop = partial(HopCodec, wire.ledger, wire.unit, "all_gather")
     pieces = [Piece(length) for length in columns.lengths] or [Piece(columns.numel)]
@@ -166,6 +167,7 @@ def gather_chunks(
         if takes_differences:
             codec = make_codec("int4", torch.float32, part.segments)
             difference = on_hop(hops[0].name, "int4", codec)
+        # A chunk may span several stretches, and each is in other columns of the buffer.
         places = []
         for stretch in columns.stretches:
             first, last = max(stretch.at.start, part.at.start), min(stretch.at.stop, part.at.stop)
@@ -188,24 +190,24 @@ def gather_chunks(
 
 
 def same_fields(config: Config, other: Config, names: Sequence[str]) -> bool:
-    """Whether two Configs agree in these fields."""
+    """Whether two Configs have equal values in these fields."""
     return all(getattr(config, name) == getattr(other, name) for name in names)
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Whether it can be encoded: not integers, and not the raw bytes of something that FSDP2 packs itself."""
+    """Whether a codec can encode the dtype. False for integers and for the raw bytes of mixed dtypes."""
     return dtype in QUANTIZABLE_DTYPES
 
 
 def kept_codec_name(hops: tuple[Hop, ...], config: Config, dtype: torch.dtype) -> CodecName:
-    """Codec of the node shard; without one, of the only hop."""
+    """Return the codec of the node shard; without a node shard, of the only hop."""
     if not is_float(dtype):
         return "none"
     if config.weights != "delta-int4":
         return config.weights
-    if hops[0].name != "across":  # one node: there is no hop for differences
+    if hops[0].name != "across":  # one node: no hop sends differences
         return config.delta_in_node
-    return "none" if dtype == torch.float16 else "bf16"
+    return "none" if dtype == torch.float16 else "bf16"  # fp16 is not encoded: bf16 is less precise
 
 
 def reduce_chunks(
@@ -217,10 +219,13 @@ def reduce_chunks(
     pieces: tuple[Piece, ...],
     at_once: bool,
 ) -> tuple[ReduceChunk, ...]:
-    """The chunks of gradients [W, S] of these pieces. at_once: there are no sums in fp32 before the last
-    hop."""
+    """Return the chunks of gradients [W, S] of these pieces.
+
+    Args:
+        at_once: the last hop encodes rows in `dtype`, not sums in fp32.
+    """
     last = len(hops) - 1
-    # Noise follows from an element's position in its parameter, so where there is noise each has a segment.
+    # Noise follows from an element's position in its parameter, so with noise each parameter has a segment.
     has_noise = config.rounding == "stochastic" or config.gradients_pending == "bf16"
     segments = row_segments(pieces, config.block_size, merge=not has_noise)
     chunks = []
@@ -237,7 +242,7 @@ def reduce_chunks(
         ]
         in_sums = codecs if last == 0 else in_one_space(*codecs)
         on_hop = partial(HopCodec, wire.ledger, wire.unit, "reduce_scatter")
-        legs, rows = [], wire.topology.size
+        legs, rows = [], wire.topology.size  # each hop leaves 1 / hop.size of the rows
         for hop, codec, inside in zip(hops, codecs, in_sums, strict=True):
             on_wire, in_sum = (on_hop(hop.name, names[hop.name], c) for c in (codec, inside))
             legs.append(HopPlan(hop, on_wire, in_sum, (hop.size, rows // hop.size, on_wire.row_bytes)))
@@ -254,6 +259,7 @@ def reduce_chunks(
 
 
 def _cut_of(wire: Wire, hops: tuple[Hop, ...], config: Config) -> ChunkPolicy:
+    """Return how rows of a unit are cut; a flat route on gloo is cut as on other backends."""
     return ChunkPolicy.of(config.chunks, on_gloo=wire.on_gloo and hops[0].name != "flat")
 
 

@@ -1,10 +1,10 @@
-"""The ledger: what this rank sent, per unit, collective and hop, and what its codecs did for it. Always on:
+"""The ledger: bytes that this rank sent, per unit, collective and hop, and the work of its codecs. Always on:
 one dict update per hop, and one per codec operation.
 
-Bytes are what the algorithm puts on the wire, without packet headers. An all-gather over m ranks is a ring:
-each rank sends m - 1 pieces, all of them to its successor. An all-to-all sends one piece to every other rank.
-NCCL may choose another algorithm; totals stay the same, the share of a link may not. What a flat ring sends
-from node to node is counted for the node and divided evenly among its ranks.
+Bytes are those of the algorithm, without packet headers. An all-gather over m ranks is a ring: each rank
+sends m - 1 pieces, all of them to its successor. An all-to-all sends one piece to every other rank. NCCL may
+choose another algorithm: totals stay the same, but the share of a link may differ. Bytes of a flat ring that
+leave a node are divided evenly among the node's ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Traffic:
     calls: int = 0
     wire_bytes: int = 0
     across_bytes: int = 0
-    """The part of `wire_bytes` that left this rank's node."""
+    """Part of `wire_bytes` that left this rank's node."""
 
     def add(self, other: Traffic) -> None:
         self.calls += other.calls
@@ -39,7 +39,7 @@ class Traffic:
 
 
 class Key(NamedTuple):
-    """What traffic is counted by."""
+    """Key of a counter of traffic."""
 
     unit: str
     collective: Collective
@@ -48,11 +48,11 @@ class Key(NamedTuple):
 
 NODE_SHARD = "node shard"
 KEPT_ERRORS = "kept errors"
-"""Both stand in the place of a hop: work on what a rank keeps, and does not send as it is."""
+"""Names in place of a hop, for work on bytes that a rank stores and does not send."""
 
 
 class WorkKey(NamedTuple):
-    """What codec work is counted by."""
+    """Key of a counter of codec work."""
 
     unit: str
     collective: Collective
@@ -63,20 +63,20 @@ class WorkKey(NamedTuple):
 
     @property
     def encodes(self) -> bool:
-        """Whether elements were written as code; else code was read."""
+        """Whether the operation wrote encoded elements. False: it read them."""
         return self.operation in ("encode", "recode_to")
 
 
 @dataclass
 class CodecWork:
-    """Calls, and elements that they read (decode) or wrote (encode)."""
+    """Calls of a codec, and elements that they read (decode) or wrote (encode)."""
 
     calls: int = 0
     elements: int = 0
 
 
 class Ledger:
-    """Counts per (unit, collective, hop), and beside them what 16-bit FSDP2 would have sent.
+    """Counters per (unit, collective, hop), and the same counters for 16-bit FSDP2 as a baseline.
 
     Examples:
         >>> ledger = Ledger()
@@ -91,24 +91,25 @@ class Ledger:
         self._baseline: dict[Key, Traffic] = {}
         self._work: dict[WorkKey, CodecWork] = {}
         self.left_alone: dict[str, int] = {}
-        """Units that FSDP2 sends itself, and that are not counted: their parameters."""
-        self._lock = Lock()  # on a CPU, gathers and reductions count in threads of their own
+        """Parameters of each unit that FSDP2 sends itself. These units are not counted."""
+        self._lock = Lock()  # on a CPU, gathers and reductions run in separate threads
 
     def record(
         self, unit: str, collective: Collective, hop: str, *, wire_bytes: int, across_bytes: int
     ) -> None:
+        """Count one call of a collective on a hop."""
         with self._lock:
             _count(self._sent, Key(unit, collective, hop), wire_bytes, across_bytes)
 
     def record_baseline(
         self, unit: str, collective: Collective, *, wire_bytes: int, across_bytes: int
     ) -> None:
-        """What FSDP2 with a 16-bit wire would have sent for a call that FSDP2 has just made."""
+        """Count the bytes that 16-bit FSDP2 would have sent for the present call."""
         with self._lock:
             _count(self._baseline, Key(unit, collective, "fsdp2-16bit"), wire_bytes, across_bytes)
 
     def record_work(self, key: WorkKey, elements: int) -> None:
-        """One call of a codec."""
+        """Count one call of a codec."""
         with self._lock:
             work = self._work.get(key)
             if work is None:
@@ -117,29 +118,29 @@ class Ledger:
             work.elements += elements
 
     def rows(self) -> Iterator[tuple[Key, Traffic]]:
-        """Every counter, in order of first use."""
+        """Return every counter of traffic, in order of first use."""
         yield from self._sent.items()
 
     def work(self) -> Iterator[tuple[WorkKey, CodecWork]]:
-        """Every counter of codec work, in order of first use."""
+        """Return every counter of codec work, in order of first use."""
         yield from self._work.items()
 
     def total(
         self, *, unit: str | None = None, collective: Collective | None = None, hop: str | None = None
     ) -> Traffic:
-        """The sum over all counters that match."""
+        """Return the sum over all counters that match."""
         return _sum(self._sent, unit, collective, hop)
 
     def baseline_total(self, *, unit: str | None = None, collective: Collective | None = None) -> Traffic:
-        """What 16-bit FSDP2 would have sent for the same calls."""
+        """Return the sum of bytes that 16-bit FSDP2 would have sent for the same calls."""
         return _sum(self._baseline, unit, collective, None)
 
     def copy(self) -> Ledger:
-        """The counters as they are now, which later traffic does not change."""
+        """Return a snapshot of all counters."""
         return self.since(Ledger())
 
     def since(self, before: Ledger) -> Ledger:
-        """What was counted after `before`, an earlier copy of this ledger: only counters that have moved.
+        """Return the difference to `before`, an earlier copy of this ledger: only counters that changed.
 
         Examples:
             >>> ledger = Ledger()
@@ -169,14 +170,14 @@ class Ledger:
         return later
 
     def reset(self) -> None:
-        """Start counting from zero, for instance after a warm-up step."""
+        """Set all counters to zero, for instance after a warm-up step."""
         self._sent.clear()
         self._baseline.clear()
         self._work.clear()
 
     @property
     def title(self) -> str:
-        """What the counters are of, and what they leave out.
+        """Title of the table. Names the units that are not counted.
 
         Examples:
             >>> ledger = Ledger()
@@ -191,7 +192,7 @@ class Ledger:
         return f"sent by this rank, without {units} of {parameters:,} parameters that FSDP2 sends itself"
 
     def table(self) -> str:
-        """Calls and bytes per collective and hop, and the same for 16-bit FSDP2, as text."""
+        """Return calls and bytes per collective and hop, next to those of 16-bit FSDP2, as text."""
         table = Table(title=self.title)
         for column in ("collective", "hop"):
             table.add_column(column)
@@ -221,7 +222,7 @@ def _count(counters: dict[Key, Traffic], key: Key, wire_bytes: int, across_bytes
 
 
 def render(table: Table) -> str:
-    """A rich table as plain text, wide enough not to cut names."""
+    """Return a rich table as plain text, wide enough not to cut names."""
     console = Console(file=StringIO(), width=160, no_color=True)
     with console.capture() as capture:
         console.print(table)
@@ -229,6 +230,7 @@ def render(table: Table) -> str:
 
 
 def _against(sent: Traffic, baseline: Traffic) -> tuple[str, str, str, str]:
+    # No ratio if nothing crossed nodes, as on one node.
     ratio = f"{baseline.across_bytes / sent.across_bytes:.2f}x" if sent.across_bytes else "-"
     return (f"{sent.wire_bytes:,}", f"{sent.across_bytes:,}", f"{baseline.across_bytes:,}", ratio)
 

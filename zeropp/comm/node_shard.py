@@ -1,24 +1,25 @@
-"""The node shard (hpZ's secondary partition): the encoded weights that hop A left behind, and whether they
-may be used again.
+"""The node shard (hpZ's secondary partition): the encoded weights that hop A received, and whether the next
+gather may reuse them.
 
 [Note: Freshness]
 A rank that reuses its node shard skips a collective, so all ranks of a group must decide alike. They decide
-on `state`, which changes only where all ranks do the same thing: a gather fills it; an optimizer step, a
-state-dict load, an operation on a parameter or `invalidate()` clears it. Never on the content of a tensor,
-which differs between ranks.
+on `state`, which changes only in events that are the same on all ranks: a gather, an optimizer step, a
+state-dict load, an operation on a parameter, `invalidate()`. The content of a tensor never decides: it
+differs between ranks.
 
     EMPTY --gather--> FRESH --optimizer step--> BEHIND --gather--> FRESH
     any state --invalidate(), state-dict load, operation on a parameter--> EMPTY
 
-What is BEHIND still serves as the reference of differences: [Note: Full sends] in delta_weights.py.
+A node shard that is BEHIND still serves as the reference of differences: [Note: Full sends] in
+delta_weights.py.
 
-Operations on a parameter itself are seen by its version: [Note: Operations on parameters] in fsdp2/units.py.
-They are no optimizer's steps, and may change all of it, so no difference is sent.
+An operation on a parameter changes its version: [Note: Operations on parameters] in fsdp2/units.py. It may
+change the parameter more than an optimizer step does, so the next gather sends weights, not a difference.
 
-Weights changed in another way (through `p.data` or `p.to_local()`, by a load straight into the tensors) would
-be trained on stale. So each reuse compares a fingerprint of the rank's own shard with the one it was encoded
-from. A mismatch is an error: raised at once on CPU, as soon as the device has told on devices with streams:
-[Note: No waiting] in stale_weights.py.
+Other changes of weights (through `p.data` or `p.to_local()`, or by a load into the local tensors) change
+neither state nor version, and training would continue on the old weights. So each reuse compares a
+fingerprint of the rank's own shard with the fingerprint at the time of encoding. A mismatch is an error. It
+is raised at once on CPU, and without waiting on devices with streams: [Note: No waiting] in stale_weights.py.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from .wire import empty_outside_inference
 
 logger = logging.getLogger("zeropp")
 
-FINGERPRINT_LANES = 1021  # a prime, so that moved rows of a matrix land in other lanes
+FINGERPRINT_LANES = 1021  # a prime, so that moved rows of a matrix are summed into other words
 
 
 class State(Enum):
-    """What the kept bytes are."""
+    """Meaning of the stored bytes."""
 
     EMPTY = "of no use"
     BEHIND = "the weights before the last step"
@@ -57,19 +58,20 @@ class Send(Enum):
 
 
 class Before(NamedTuple):
-    """What an early gather overwrites: [Note: Gathered and not used] in cpu/overlap.py."""
+    """State that an early gather overwrites: [Note: Gathered and not used] in cpu/prefetch.py."""
 
     state: State
     fingerprint: Tensor | None
     differences: int
     reference: dict[int, Tensor]
-    """Copies of the reference; empty unless a difference is added to it."""
+    """Copies of the reference by chunk. Empty unless the gather adds a difference to it."""
 
 
 class NodeShard:
-    """Kept bytes of one unit, chunk by chunk, with the fingerprint of the shard they were encoded from.
+    """The node shard of one column group: encoded bytes by chunk, and a fingerprint of the rank's shard.
 
-    The one owner of what is known about them: who else wants to know asks, who changes weights tells.
+    This class alone decides whether the bytes are fresh. Code that changes weights calls `weights_changed` or
+    `invalidate`.
     """
 
     def __init__(
@@ -85,22 +87,23 @@ class NodeShard:
         self.takes_differences = takes_differences
         self.refresh_every = refresh_every
         self.differences = 0
-        """Sent since the weights were."""
+        """Number of differences sent since the last full send."""
         self._weights_version = weights_version
-        """Another one after every operation on the weights that all ranks run alike."""
+        """Returns another value after every operation on the weights that all ranks run alike."""
         self._told_version = weights_version()
         self._kept: dict[int, Tensor] = {}
         self._fingerprint: Tensor | None = None
         self._last_use: torch.Event | None = None
         self._before: Before | None = None
-        """None: what is kept was used, or was filled for a use."""
+        """State before the last gather, if it was early and no forward has used it. None: nothing to undo."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all chunks."""
         return sum(kept.numel() for kept in self._kept.values())
 
     def buffer(self, chunk: int, rows: int, row_bytes: int, device: torch.device) -> Tensor:
-        """The kept bytes of one chunk, [rows, row_bytes]."""
+        """Return the bytes of one chunk, [rows, row_bytes]. Allocates them at first use."""
         kept = self._kept.get(chunk)
         if kept is None or kept.shape != (rows, row_bytes) or kept.device != device:
             kept = self._kept[chunk] = empty_outside_inference(rows * row_bytes, device).view(rows, row_bytes)
@@ -108,7 +111,7 @@ class NodeShard:
 
     @contextmanager
     def in_use(self, device: torch.device) -> Iterator[None]:
-        """Around each use: orders it after the last one, on whichever stream that was."""
+        """Context of each use: orders it after the last use, which may be on another stream."""
         if self._last_use is not None:
             torch.accelerator.current_stream().wait_event(self._last_use)
         yield
@@ -117,7 +120,7 @@ class NodeShard:
 
     @property
     def next_send(self) -> Send:
-        """What the next gather sends over the first hop: the same on every rank, see [Note: Freshness]."""
+        """Data that the next gather sends over the first hop, alike on all ranks; see [Note: Freshness]."""
         if self.state is State.FRESH:
             return Send.NOTHING
         is_due = self.refresh_every and self.differences >= self.refresh_every
@@ -126,11 +129,11 @@ class NodeShard:
         return Send.WEIGHTS
 
     def prepare(self, is_early: bool, device: torch.device) -> None:
-        """Before each gather. is_early: no forward has asked for the weights yet, and perhaps none will."""
+        """Prepare a gather. is_early: no forward uses the weights yet, and perhaps none will."""
         self._notice_operations()
         send = self.next_send
         if send is Send.NOTHING:
-            return
+            return  # the gather changes no state
         reference: dict[int, Tensor] = {}
         if is_early and send is Send.DIFFERENCE:
             with self.in_use(device):
@@ -139,11 +142,11 @@ class NodeShard:
         self._before = before if is_early else None
 
     def used(self) -> None:
-        """The weights of the last gather are computed with."""
+        """A forward uses the weights of the last gather: it cannot be undone from now on."""
         self._before = None
 
     def undo_unused(self) -> None:
-        """Go back to before the last gather, if it was early and nobody has used it."""
+        """Restore the state before the last gather, if it was early and no forward has used it."""
         if self._before is not None:
             before, self._before = self._before, None
             self.state, self._fingerprint, self.differences, reference = before
@@ -151,22 +154,25 @@ class NodeShard:
                 self._kept[chunk].copy_(kept)
 
     def gathered(self, sent: Send, source: Tensor) -> None:
-        """A gather has sent `sent`: the buffers hold the encoded shard with the fingerprint `source`, and
-        those of its peers."""
+        """Record a gather that has sent `sent`: the buffers hold the current weights.
+
+        Args:
+            source: fingerprint of this rank's shard at the time of encoding.
+        """
         self._fingerprint = source
         self.differences = self.differences + 1 if sent is Send.DIFFERENCE else 0
         self.state = State.FRESH
 
     def _notice_operations(self) -> None:
-        """Before a gather: weights may have been operated on without a word; see [Note: Freshness]."""
+        """Invalidate if an operation has changed the weights since the last event; see [Note: Freshness]."""
         if self._weights_version() != self._told_version:
             logger.debug("zeropp: unit %s was changed in place, and is sent anew", self.unit)
             self.invalidate()
 
     def check(self, shard: Tensor, alarm: Alarm) -> None:
-        """Compare `shard` with what the kept bytes were encoded from; see [Note: Freshness]."""
+        """Report to the alarm whether `shard` has changed since it was encoded; see [Note: Freshness]."""
         assert self._fingerprint is not None
-        self._fingerprint = self._fingerprint.to(shard.device)
+        self._fingerprint = self._fingerprint.to(shard.device)  # a checkpoint may be loaded to any device
         now = fingerprint(shard)
         mismatch = (
             torch.ones((), dtype=torch.bool, device=shard.device)
@@ -176,8 +182,10 @@ class NodeShard:
         alarm.report(self.unit, mismatch)
 
     def state_dict(self, row: int) -> dict[str, Any]:
-        """For a checkpoint: one row of every chunk. The other ranks of the rail save the others. Only
-        differences have a history."""
+        """Return the state for a checkpoint: this rank's row of every chunk. Its rail saves the other rows.
+
+        Empty if there is no reference of differences: all else can be rebuilt from the weights.
+        """
         if not self.takes_differences or self.state is State.EMPTY:
             return {}
         assert self._fingerprint is not None
@@ -189,36 +197,36 @@ class NodeShard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; its rows are in the buffers already."""
+        """Continue from `state`. The caller has restored the rows already."""
         self.differences = int(state["differences"])
         self._fingerprint = state["fingerprint"]
         self.state = State.FRESH if state["is_fresh"] else State.BEHIND
 
     def weights_changed(self) -> None:
-        """The next gather sends the weights again, or what changed. The memory is kept for it."""
+        """An optimizer has changed the weights: the next gather sends them or a difference. Frees nothing."""
         self._told_version = self._weights_version()
         if self.state is State.FRESH:
             self.state = State.BEHIND
 
     def invalidate(self) -> None:
-        """The weights are others now: the next gather sends all of them. The memory is kept for it."""
+        """The weights have changed in any way: the next gather sends all of them. Frees nothing."""
         self._told_version = self._weights_version()
         self.state = State.EMPTY
         self._before = None
 
     def release(self) -> None:
-        """Give up the memory. The next gather sends the weights again, and allocates anew."""
+        """Free the memory. The next gather allocates it again, and sends the weights."""
         self.invalidate()
         if self._last_use is not None:
-            self._last_use.synchronize()  # a stream may still read what goes back to the allocator here
+            self._last_use.synchronize()  # a stream may still read the memory
         self._kept, self._fingerprint, self._last_use = {}, None, None
 
 
 def fingerprint(shard: Tensor) -> Tensor:
-    """A short vector of bytes that changes when `shard` does; half the cost of a copy.
+    """Return a short vector of bytes that changes when `shard` does, at half the cost of a copy.
 
-    The shard as 64-bit words, [rows, lanes], summed (modulo 2^64) over rows; what does not fill a row, or
-    lies before the first aligned word, is kept as it is.
+    The 64-bit words of the shard, as a matrix [rows, FINGERPRINT_LANES], are summed over rows modulo 2^64.
+    Bytes before the first aligned word and after the last full row are copied.
 
     >>> x = torch.randn(5000)
     >>> before = fingerprint(x)

@@ -1,4 +1,4 @@
-"""The labels that zeropp leaves in a profile (torch.profiler): written and read here, and nowhere else."""
+"""Labels of zeropp in a profile of torch.profiler. All code that writes and reads them is here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEXT = re.compile(r"zeropp::(all_gather|reduce_scatter)\.([a-z-]+) \((.*)\)")
 
 
 class Label(NamedTuple):
-    """What part of which collective of which unit a stretch of time was.
+    """Label of an interval in a profile: a part of a collective of a unit.
 
     >>> str(Label("all_gather", "across", "blocks.0"))
     'zeropp::all_gather.across (blocks.0)'
@@ -27,7 +27,7 @@ class Label(NamedTuple):
 
     collective: Collective
     part: str
-    """A hop, or "encode", "recode", "decode"; or "wait": the training thread for what runs beside it."""
+    """A hop, "encode", "recode", "decode", or "wait": the training thread waits for a comm thread."""
     unit: str
 
     def __str__(self) -> str:
@@ -35,19 +35,21 @@ class Label(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Label | None:
-        """The label, or None if the text is not one of zeropp's."""
+        """Parse a label. None: the text is not a label of zeropp."""
         match = _TEXT.fullmatch(text)
         return None if match is None else cls(*match.groups())  # type: ignore[arg-type]  # one of the two
 
 
 def labelled(text: str) -> AbstractContextManager[Any]:
-    """Gives what runs inside this label in a profile, if one is being taken: else a label would cost about as
-    much as the operation inside it."""
+    """Return a context that labels its operations, if a profile is being taken."""
+    # Without a profile, record_function would cost about as much as the operation inside it.
     return record_function(text) if profiler._is_profiler_enabled else _NO_PROFILE
 
 
 def profile_all_threads(**options: Any) -> profile:
-    """A profile of the CPU that has the hops in it: there they run in threads (cpu/comm_threads.py), and by
-    default torch's profile is of the thread that takes it."""
+    """Return a profiler of all threads of the CPU, those of the hops (cpu/comm_threads.py) included.
+
+    By default, torch profiles only the thread that starts the profile.
+    """
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     return profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere, **options)

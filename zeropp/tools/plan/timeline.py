@@ -16,7 +16,7 @@ codec or less compute never makes a step longer, and nothing has to be searched.
 - When backward ends, and before the optimizer, everything waits for everything.
 Without overlap (see hardware.py), all of this happens in one thread, in order.
 
-[Note: Schedule of communication threads] (cpu/comm_threads.py, cpu/overlap.py)
+[Note: Schedule of communication threads] (cpu/comm_threads.py, cpu/prefetch.py)
 On a CPU zeropp has threads instead of streams, one for gathers and one for reductions. Gathers start when
 FSDP2's would. The differences are:
 - A thread runs two collectives concurrently. While one waits for the wire, it encodes the next one.
