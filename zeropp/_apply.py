@@ -95,9 +95,7 @@ def apply(
     if search is not None and is_logging_rank(units):
         logger.info("zeropp: %s", search.describe())
     kept = sum((comms.will_keep() for comms in unit_comms), Footprint()) if search is None else search.kept
-    warn_if_unusual(
-        unit_comms, replace(kept, pending=0)
-    )  # `ZeroPP` warns of pending gradients when they start
+    warn_if_unusual(unit_comms, replace(kept, pending=0))  # ZeroPP warns of these at first use
     return zpp
 
 
