@@ -55,8 +55,8 @@ class Hop:
             set_timeout(self.group, timeout)
 
     def wait_for(self, message: dist.Work) -> None:
-        """Wait for a message between two ranks of the hop. Without an explicit timeout, gloo would use the one
-        with which the group was created."""
+        """Wait for a message between two ranks of the hop. Without an explicit timeout, gloo would use the
+        timeout with which the group was created."""
         message.wait() if self.group is None else message.wait(timeout_of(self.group))
 
 
