@@ -6,8 +6,7 @@
     second pass           default -> node shard, in reverse order
     the fastest stays     default
 
-The mirrored order of the two passes cancels a drift of the machine's speed: all candidates have the same mean
-position in time.
+The second pass has the reverse order, so a drift of the machine's speed affects all candidates alike.
 
 [Note: Candidates]
 All candidates are known to end with the loss of plain FSDP2. They are ordered by their effect on numbers:
@@ -134,6 +133,7 @@ class Search:
         is_first = len(self.seconds[self._pass[0]]) == 1
         self._pass, self._visit = close, 0
         if len(close) == 1 or not is_first:
+            # `candidates` is in order of effect on numbers: the first one that is as fast wins.
             self.chosen = next(name for name in self.candidates if behind.get(name, FAR_BEHIND) <= AS_FAST)
             if is_logging_rank(self._units):
                 logger.info("zeropp: %s\n%s", self.describe(), self.table())
@@ -178,7 +178,7 @@ class Search:
 def find_candidates(units: Sequence[Unit], context: ModelContext) -> list[Candidate]:
     """Return the candidates for this model, the same on every rank; see [Note: Candidates]. Collective:
     creates the process groups of all candidates, before the first step."""
-    overlap = any(can_overlap(unit) for unit in units)  # streams overlap plain FSDP2, too
+    overlap = any(can_overlap(unit) for unit in units)  # elsewhere, streams overlap plain FSDP2
     configs = {PLAIN: Config.off(overlap=not overlap)}
     if overlap:
         configs[f"{PLAIN}, overlapped"] = Config.off()

@@ -135,6 +135,9 @@ class ZeroPP:
         self._switch(config, dict(overrides or {}), None)
 
     def _switch(self, config: Config, overrides: Mapping[str, Config], search: Search | None) -> None:
+        """Replace the comms of all units. The order of statements matters: first all that can fail, then the
+        state moves to the new comms, then the old hooks and switches are removed, then the new ones are
+        installed."""
         self._raise_if_pending()
         if not self._handles:
             raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
@@ -167,6 +170,7 @@ class ZeroPP:
             after_backward(partial(self._search_on, search, optimizer))
 
     def _search_on(self, search: Search, optimizer: Optimizer) -> None:
+        # A step does not count while pending gradients delay the switch to the next visit's Config.
         if search.config == self.config:
             search.after_step(optimizer)
         self._follow_search()

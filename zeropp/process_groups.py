@@ -113,6 +113,7 @@ def _devices_of(everyone: ProcessGroup) -> Iterator[None]:
     """Let new gloo groups share the devices of `everyone`; see [Note: One device]. No effect without gloo."""
     gloo: Any = getattr(c10d, "ProcessGroupGloo", None)
     known = [getattr(everyone._get_backend(device), "options", None) for device in everyone._device_types]
+    # With several backends (cpu:gloo,cuda:nccl), only gloo's options have devices.
     shared = [options for options in known if gloo is not None and isinstance(options, gloo._Options)]
     if not shared:
         yield

@@ -96,6 +96,7 @@ class Topology:
                     "job; expected the number of ranks on each node, or 'auto'"
                 )
             labels = tuple(str(rank // node_size) for rank in ranks)
+        # dict.fromkeys keeps the order of appearance.
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         return cls(
             ranks, tuple(numbers[label] for label in labels), dist.get_group_rank(group, dist.get_rank())
@@ -198,6 +199,7 @@ def _discover_nodes(group: ProcessGroup, ranks: tuple[int, ...]) -> tuple[str, .
     dist.all_gather_object(everyone, mine, group=group)
     hosts = tuple(host for host, _ in everyone)
     (local_world_size, *others) = {size for _, size in everyone}
+    # `others`: ranks have different sizes.
     if local_world_size > 0 and not others and dist.get_world_size() % local_world_size == 0:
         labels = tuple(str(rank // local_world_size) for rank in ranks)
         if len(set(zip(labels, hosts, strict=True))) == len(set(labels)):  # one host per label

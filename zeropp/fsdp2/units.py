@@ -383,7 +383,7 @@ class Unit:
             if gradient is not None and gradient._local_tensor.numel():
                 mine = gradient._local_tensor
                 mine += reduced[start : start + mine.numel()].view(mine.shape).to(mine.dtype)
-            start += length
+            start += length  # padding included, which the gradient does not have
 
     def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """Set FSDP2's own switch, also if `on_gradient_sync` has replaced it."""

@@ -100,6 +100,7 @@ class GradientWatch(Gradients):
         return is_whole
 
     def raise_if_gone(self) -> None:
+        # `_zeroed`, too: zero_grad(set_to_none=False) leaves zeros instead of None.
         if any(id(p) in self._had_grad and (p.grad is None or id(p) in self._zeroed) for p in self._params()):
             raise RuntimeError(
                 f".grad of unit '{self._unit}' is gone, in part or whole, since the last micro-batch without "
