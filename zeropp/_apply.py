@@ -1,4 +1,4 @@
-"""`apply`: zeropp on a model, whole or not at all."""
+"""`apply`: install zeropp on all units of a model, or raise and change none."""
 
 from __future__ import annotations
 
@@ -28,17 +28,37 @@ def apply(
     *,
     overrides: Mapping[str, Config] | None = None,
 ) -> ZeroPP:
-    """Replace what FSDP2 sends for `model` by ZeRO++. Works in place; call it on every rank.
+    """Replace the communication of an FSDP2 model with ZeRO++, in place. Call it on every rank.
 
     Args:
-        model: a module that `fully_shard` has been applied to, in whatever way.
-        config: what to send; the default is `Config()`. "auto" tries some in the first steps, plain FSDP2
-            among them, and keeps the fastest: see _auto.py.
-        overrides: other Configs for units whose name matches a pattern (as in a shell: `layers.*`); the
-            first pattern that matches counts.
+        model: a module with parameters sharded by `fully_shard`.
+        config: the Config of all units; the default is `Config()`. "auto" tries several Configs in the first
+            steps, including plain FSDP2, and keeps the fastest: see _auto.py.
+        overrides: other Configs for units whose name matches a shell pattern (`layers.*`). The first pattern
+            that matches counts.
 
-    Applying the same again returns the same `ZeroPP`; applying something else replaces it. After FSDP2's
-    `set_separate_reduce_scatter_group`, apply again: process groups for hops are made here.
+    Returns:
+        The `ZeroPP` of the model. A second call with the same arguments returns the same object; other
+        arguments replace it. Call `apply` again after FSDP2's `set_separate_reduce_scatter_group`, because
+        `apply` creates the process groups of hops.
+
+    Examples:
+        On one rank, which sends nothing; a training job starts its ranks with torchrun.
+
+        >>> import torch, zeropp
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        >>> for layer in model:
+        ...     _ = fully_shard(layer, mesh=mesh)
+        >>> _ = fully_shard(model, mesh=mesh)
+        >>> zpp = zeropp.apply(model, zeropp.Config())
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> [comms.unit.name for comms in zpp.unit_comms], zpp.nodes
+        (['0', '1'], 1)
+        >>> zpp.remove()
+        >>> dist.destroy_process_group()
     """
     overrides = dict(overrides or {})
     _check(config, overrides)
@@ -56,14 +76,14 @@ def apply(
     previous = _previous(units)
     if previous is not None and _is_same(previous, config, overrides):
         return previous
-    # Everything that can fail comes before the first change to the model.
+    # All errors are raised before the first change to the model.
     context = ModelContext.new()
     search = Search(find_candidates(units, context), units) if config == "auto" else None
     config = search.config if search is not None else config if isinstance(config, Config) else Config()
     chosen = choose_configs(units, config, overrides)
     unit_comms = [CompressedUnit(unit, chosen[unit], context, may_hold=search is None) for unit in units]
     if previous is not None:
-        previous.remove()
+        previous.remove()  # raises if gradients are pending
     context.ledger.left_alone = {
         comms.unit.name: sum(p.numel() for p in comms.unit.params)
         for comms in unit_comms
@@ -75,12 +95,12 @@ def apply(
     if search is not None and is_logging_rank(units):
         logger.info("zeropp: %s", search.describe())
     kept = sum((comms.will_keep() for comms in unit_comms), Footprint()) if search is None else search.kept
-    warn_if_unusual(unit_comms, replace(kept, pending=0))
+    warn_if_unusual(unit_comms, replace(kept, pending=0))  # ZeroPP warns of these at first use
     return zpp
 
 
 def _check(config: Config | str | None, overrides: Mapping[str, Config]) -> None:
-    """Raise unless it is something that can be applied."""
+    """Raise unless the arguments of `apply` are valid."""
     if not (config is None or config == "auto" or isinstance(config, Config)):
         raise TypeError(f"config is {config!r}; expected a zeropp.Config or 'auto'")
     if config == "auto" and overrides:
@@ -92,7 +112,7 @@ def _check(config: Config | str | None, overrides: Mapping[str, Config]) -> None
 
 
 def _is_same(previous: ZeroPP, config: Config | str | None, overrides: Mapping[str, Config]) -> bool:
-    """Whether it was applied like this, to process groups that are still what they were."""
+    """Whether `previous` has these arguments, and FSDP2 has not changed its process groups since."""
     if config == "auto":
         same = previous.search is not None
     else:
@@ -102,7 +122,7 @@ def _is_same(previous: ZeroPP, config: Config | str | None, overrides: Mapping[s
 
 
 def _previous(units: list[Unit]) -> ZeroPP | None:
-    """The ZeroPP that these units are under; it must be of exactly these units."""
+    """Return the ZeroPP of these units, or None. Raise if it has other units, too, or only some of them."""
     owners = {id(comm.owner): comm.owner for unit in units if (comm := unit.installed()) is not None}
     for owner in owners.values():
         theirs = [comms.unit for comms in owner.unit_comms]
@@ -116,7 +136,7 @@ def _previous(units: list[Unit]) -> ZeroPP | None:
 
 
 def _log(zpp: ZeroPP) -> None:
-    """The first rank of each unit's group says what became of the unit: one line for all that are alike."""
+    """Log the communication of each unit, on the first rank of its group: one line for all equal units."""
     alike: dict[tuple[int, str], list[str]] = {}
     for comms in zpp.unit_comms:
         row, group = describe(comms), comms.unit.group
@@ -137,7 +157,8 @@ def _log(zpp: ZeroPP) -> None:
 
 
 def _has_nothing_to_shrink(zpp: ZeroPP) -> bool:
-    """Whether two hops were asked for, and there is one node. HSDP inside each node is meant to be so."""
+    """Whether a unit has two hops configured, and all units are on one node. HSDP that shards inside each
+    node is on one node by design, so its units do not count."""
     ours = [comms for comms in zpp.unit_comms if comms.pair is not None and not comms.unit.is_hsdp]
     asked = any(comms.config.route == "two-hop" for comms in ours)
     return asked and all(comms.topology is not None and comms.topology.is_one_node for comms in ours)

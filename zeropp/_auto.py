@@ -1,30 +1,30 @@
-"""`apply(model, "auto")`: tries some Configs in the first steps of a run, and keeps the fastest.
+"""`apply(model, "auto")`: try several Configs in the first steps of a run, and keep the fastest.
 
-    one visit             2 steps to warm up, 4 that are timed
+    one visit             2 steps of warm-up, 4 timed steps
     first pass            plain -> plain, overlapped -> node shard -> default
-    what is far behind is left out, and the others are visited
-    in the reverse order  default -> node shard
+                          (candidates that are far behind drop out)
+    second pass           default -> node shard, in reverse order
     the fastest stays     default
 
-Two visits in mirrored order: what gets slower or faster by itself meanwhile does so for all alike.
+The second pass has the reverse order, so a drift of the machine's speed affects all candidates alike.
 
 [Note: Candidates]
-Only Configs that are known to end with the loss of plain FSDP2, in order of what they do to numbers: plain
-FSDP2, bit for bit; the node shard, which adds up gradients in another order and rounds nothing; the default,
-whose loss the convergence study shows to be that of plain FSDP2 (docs/convergence.md). `paper`, `four_bit`
-and 16-bit gradients are not among them: that study has them at a higher loss, or not at all.
+All candidates are known to end with the loss of plain FSDP2. They are ordered by their effect on numbers:
+plain FSDP2, bit for bit; the node shard, which sums gradients in another order and rounds nothing; the
+default, whose loss equals that of plain FSDP2 in the convergence study (docs/convergence.md). `paper`,
+`four_bit` and 16-bit gradients are no candidates: that study measures a higher loss for them, or omits them.
 
 [Note: What a step is]
-From one step of an optimizer to its next one. A second optimizer that steps meanwhile belongs to the same
-step, and so does every parameter's own, where optimizers run in backward. On a device with streams the host
-waits for the device before it looks at the clock, once in each step of the search. What happens now and then
-between two steps (an evaluation, a checkpoint, a compilation) is in the time of one step, and a visit counts
-its lower median: half of its steps may be disturbed, and it stays what the others are.
+A step lasts from one step of an optimizer to its next one. Steps of other optimizers in between belong to the
+same step, also if every parameter has its own optimizer in backward. On a device with streams, the host waits
+for the device before it reads the clock, once in each step of the search. Occasional work between two steps
+(an evaluation, a checkpoint, a compilation) counts as part of one step. A visit counts the lower median of
+its steps, so up to half of them may be disturbed.
 
 [Note: Same branch on every rank]
-The order of visits and their length follow from the number of optimizer steps, which the program takes on all
-ranks alike. Times differ between ranks: at the end of a pass all agree, for each step, on the time of the
-rank that took longest, and everything is decided from these.
+The order and the length of visits follow from the number of optimizer steps, which is the same on all ranks.
+Times differ between ranks. At the end of a pass, all ranks agree on the time of the slowest rank for each
+step, and all decisions use these times.
 """
 
 from __future__ import annotations
@@ -54,64 +54,64 @@ logger = logging.getLogger("zeropp")
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 4
 FAR_BEHIND = 1.2
-"""A candidate whose first visit took so many times the fastest one's has no second visit."""
+"""Ratio to the fastest candidate in the first pass; a slower candidate has no second visit."""
 AS_FAST = 1.01
-"""Candidates that differ by less are as fast: the one stays that does less to numbers."""
+"""Ratio up to which candidates count as equally fast: the one with the smallest effect on numbers wins."""
 
 PLAIN, NODE_SHARD, DEFAULT = "plain FSDP2", "node shard", "default"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A Config that may be chosen."""
+    """A Config that the search may choose."""
 
     name: str
     config: Config
     kept: Footprint
-    """What it keeps on this rank."""
+    """Memory that it needs on this rank."""
 
 
 class Search:
-    """The search of one model for its Config; over as soon as one is chosen."""
+    """The search for the Config of one model. It ends when a Config is chosen."""
 
     def __init__(self, candidates: Sequence[Candidate], units: Sequence[Unit]) -> None:
         self.candidates = {candidate.name: candidate for candidate in candidates}
         self.chosen: str | None = PLAIN if len(candidates) == 1 else None
-        """Name of the candidate that stays; None: not decided yet."""
+        """Name of the chosen candidate; None while the search runs."""
         self.seconds: dict[str, list[float]] = {name: [] for name in self.candidates}
-        """How long a step took in each visit, on the slowest rank: the same on every rank."""
+        """Seconds per step of each visit, on the slowest rank: the same on every rank."""
         self._units = list(units)
         self._pass = list(self.candidates)
-        """What is visited, in this order, and ..."""
+        """Candidates of the current pass, in the order of visits."""
         self._visit = 0
-        """... which of them now."""
+        """Index of the current visit in `_pass`."""
         self._steps = 0
         self._times: list[float] = []
-        """How long steps took in this pass, on this rank."""
+        """Seconds of each timed step in this pass, on this rank."""
         self._clock: float | None = None
         self._stepped: set[int] = set()
-        """Optimizers that have stepped in this step."""
+        """Identities of the optimizers that have stepped in this step."""
 
     @property
     def config(self) -> Config:
-        """What to train with now."""
+        """Config of the current visit, or the chosen one."""
         return self.candidates[self.chosen or self._pass[self._visit]].config
 
     @property
     def kept(self) -> Footprint:
-        """What the candidate keeps that keeps most: there is one at a time."""
+        """Memory of the largest candidate: only one is installed at a time."""
         return max((candidate.kept for candidate in self.candidates.values()), key=lambda kept: kept.total)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, with the right Config in place. `config` may be another one then."""
+        """Count a step of `optimizer` under the current Config. `config` may change."""
         if self.chosen is not None:
             return
         if self._stepped and id(optimizer) not in self._stepped:
-            self._stepped.add(id(optimizer))
+            self._stepped.add(id(optimizer))  # another optimizer of the same step
             return
         self._stepped = {id(optimizer)}
         before, self._clock = self._clock, _now(self._units[0].device)
-        if before is None:
+        if before is None:  # the first step of a run has no beginning
             return
         self._steps += 1
         if self._steps > WARM_UP_STEPS:
@@ -122,7 +122,7 @@ class Search:
                 self._end_pass()
 
     def _end_pass(self) -> None:
-        """See [Note: Same branch on every rank]."""
+        """Choose a candidate, or start the second pass; see [Note: Same branch on every rank]."""
         slowest, self._times = largest_anywhere(self._units, self._times), []
         for number, name in enumerate(self._pass):
             steps = slowest[number * TIMED_STEPS : (number + 1) * TIMED_STEPS]
@@ -133,12 +133,13 @@ class Search:
         is_first = len(self.seconds[self._pass[0]]) == 1
         self._pass, self._visit = close, 0
         if len(close) == 1 or not is_first:
+            # `candidates` is in order of effect on numbers: the first one that is as fast wins.
             self.chosen = next(name for name in self.candidates if behind.get(name, FAR_BEHIND) <= AS_FAST)
             if is_logging_rank(self._units):
                 logger.info("zeropp: %s\n%s", self.describe(), self.table())
 
     def describe(self) -> str:
-        """How far it is, in a sentence."""
+        """Return the progress of the search in one sentence."""
         if self.chosen is None:
             visit = f"visit {self._visit + 1} of {len(self._pass)}"
             return f"auto tries {', '.join(self.candidates)}: now {self._pass[self._visit]}, {visit}"
@@ -148,7 +149,7 @@ class Search:
         return f"auto has chosen {self.chosen}: {plain / chosen:.2f}x the speed of {PLAIN}"
 
     def table(self) -> str:
-        """Times of all candidates, and what they keep; as text."""
+        """Return times and memory of all candidates as text."""
         table = Table(title=self.describe())
         for column in ("", "first visit, ms", "second visit, ms", f"vs {PLAIN}", "kept bytes"):
             table.add_column(column, justify="right" if column else "left")
@@ -160,24 +161,24 @@ class Search:
         return render(table)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was chosen, and why; empty before."""
+        """Return the choice and the measured times; empty while the search runs."""
         return {} if self.chosen is None else {"chosen": self.chosen, "seconds": dict(self.seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Choose what was chosen, if all ranks say the same and it can be chosen here; else search on.
-        Collective."""
+        """Restore the choice if all ranks have the same one and it is a candidate here. Otherwise the search
+        continues. Collective."""
         names, chosen = list(self.candidates), state.get("chosen")
         mine = names.index(chosen) if chosen in names else -1
-        most, least = largest_anywhere(self._units, [mine, -mine])
+        most, least = largest_anywhere(self._units, [mine, -mine])  # maximum, and negated minimum
         if mine == most == -least and mine >= 0:
             self.chosen = names[mine]
             self.seconds |= {name: list(state["seconds"].get(name, [])) for name in names}
 
 
 def find_candidates(units: Sequence[Unit], context: ModelContext) -> list[Candidate]:
-    """What can be tried on this model, the same on every rank; see [Note: Candidates]. Collective: makes the
-    process groups of all of them, before the first step."""
-    overlap = any(can_overlap(unit) for unit in units)  # elsewhere plain FSDP2 overlaps by itself
+    """Return the candidates for this model, the same on every rank; see [Note: Candidates]. Collective:
+    creates the process groups of all candidates, before the first step."""
+    overlap = any(can_overlap(unit) for unit in units)  # elsewhere, streams overlap plain FSDP2
     configs = {PLAIN: Config.off(overlap=not overlap)}
     if overlap:
         configs[f"{PLAIN}, overlapped"] = Config.off()
@@ -186,7 +187,7 @@ def find_candidates(units: Sequence[Unit], context: ModelContext) -> list[Candid
     for name, config in configs.items():
         try:
             comms = [CompressedUnit(unit, config, context) for unit in units]
-        except ValueError as error:  # nodes of different sizes, as all their ranks see
+        except ValueError as error:  # nodes of different sizes: all their ranks raise
             reasons[name] = str(error)
             continue
         found[name] = Candidate(name, config, sum((each.will_keep() for each in comms), Footprint()))
@@ -203,7 +204,7 @@ def find_candidates(units: Sequence[Unit], context: ModelContext) -> list[Candid
 
 
 def after_backward(react: Callable[[], None]) -> None:
-    """Call `react` now, or at the end of the backward that is running: then nothing is on its way."""
+    """Call `react` now, or at the end of the running backward, when no transfer is on its way."""
     if not is_in_backward():
         react()
     else:
@@ -211,8 +212,7 @@ def after_backward(react: Callable[[], None]) -> None:
 
 
 def largest_anywhere(units: Sequence[Unit], values: Sequence[float]) -> list[float]:
-    """The largest of each value on any rank that these units are spread over, the same on all of them.
-    Collective."""
+    """Return the maximum of each value over all ranks of these units. Collective."""
     agreed = torch.tensor(values, dtype=torch.float32, device=units[0].device)
     for group in _groups(units):
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
@@ -220,18 +220,18 @@ def largest_anywhere(units: Sequence[Unit], values: Sequence[float]) -> list[flo
 
 
 def is_logging_rank(units: Sequence[Unit]) -> bool:
-    """Whether this rank is the one that logs."""
+    """Whether this rank is the one rank that logs."""
     return all(group.rank() == 0 for group in _groups(units))
 
 
 def _groups(units: Sequence[Unit]) -> list[ProcessGroup]:
-    """One for each dimension of each mesh, in the same order on every rank: what goes along all of them goes
-    everywhere."""
+    """Return one group for each dimension of each mesh, in the same order on every rank. All-reduces over all
+    of them reach every rank."""
     meshes = [p.device_mesh for unit in units for p in unit.params if isinstance(p, DTensor)]
     return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()))
 
 
 def _now(device: torch.device) -> float:
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.accelerator.synchronize(device)  # the host runs ahead of the device
     return time.perf_counter()

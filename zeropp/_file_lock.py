@@ -1,4 +1,4 @@
-"""A lock between processes, held through a file in a folder."""
+"""A lock between processes: a file in a folder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Only one process, or thread, at a time is inside for this folder, which is made if it is missing.
+    """Hold the lock of `folder`: one process or thread at a time. Creates the folder if it is missing.
 
     The kernel releases the lock when its holder ends, even by a crash. Where files cannot be locked (a
-    read-only home), any number of processes are inside.
+    read-only home), the block runs without a lock.
     """
     with ExitStack() as stack:
         with suppress(OSError):

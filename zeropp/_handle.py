@@ -1,15 +1,15 @@
-"""`ZeroPP`, which `apply` returns: what every unit sends, and what happens to the model meanwhile.
+"""`ZeroPP`, which `apply` returns: the user's interface to the compressed units of one model.
 
-[Note: What tells us that weights changed]
-Optimizer steps: torch's global step hooks, see fsdp2/optimizer_hooks.py; only units with a parameter in that
-optimizer count, and of those only what it can change, so frozen units are sent once and never again.
-State-dict loads: a hook on every module that owns a parameter of the unit. In-place operations on a
-parameter: its version, see [Note: Operations on parameters] in fsdp2/units.py. Anything else:
-`ZeroPP.invalidate()`.
+[Note: Detection of changed weights]
+Optimizer steps: torch's global step hooks (fsdp2/optimizer_hooks.py). Only parameters that the optimizer can
+change count, so frozen units are sent once.
+State-dict loads: a hook on every module that owns a parameter of the unit.
+In-place operations on a parameter: its version, see [Note: Operations on parameters] in fsdp2/units.py.
+All other changes: the user calls `ZeroPP.invalidate()`.
 
 [Note: Lifetime]
-FSDP2 holds our comms, our comms hold their `ZeroPP` (as `owner`), torch's global hooks hold it only weakly.
-When the model goes, everything goes.
+FSDP2 holds zeropp's comms, and the comms hold their `ZeroPP` (as `owner`). torch's global hooks hold it only
+weakly. All of these are freed with the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .fsdp2.zero_grad import listen
 
 
 class ZeroPP:
-    """zeropp on one model. Made by `apply`."""
+    """zeropp on one model. Created by `apply`."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class ZeroPP:
         self.overrides = dict(overrides)
         self.unit_comms = unit_comms
         self.ledger = context.ledger
-        """What this rank sent, per unit, collective and hop."""
+        """Traffic of this rank per unit, collective and hop."""
         self.search = search
-        """How `config` is found, or was, after `apply(model, "auto")`; None: somebody has given it."""
+        """The search for `config` after `apply(model, "auto")`; None: the user chose `config`."""
         self._context = context
-        weakref.finalize(self, context.alarm.log_if_known)
+        weakref.finalize(self, context.alarm.log_if_known)  # an error that no later call would raise
         self._model = model
         self._handles: list[Any] = []
         self._followed: list[Any] = []
@@ -67,19 +67,19 @@ class ZeroPP:
         self._timeout: timedelta | None = None
 
     def summary(self) -> str:
-        """What every unit sends, and how, or why it was left alone; as text.
+        """Return a table of the units as text: hops and codecs of each unit, or why it was left alone.
 
-        Bytes on this rank: "kept bytes" are what it keeps of the unit now, "will keep" what it keeps after a
-        step, and "pending" what comes on top in one that accumulates without cross-node sync. Scratch, which
-        all units share, is not in it: see `communication_bytes`.
+        Bytes on this rank: "kept bytes" is the memory of the unit now, "will keep" the memory after a step,
+        and "pending" the additional memory in a step that accumulates without cross-node sync. Scratch, which
+        all units share, is not included: see `communication_bytes`.
         """
         self._context.alarm.raise_if_any()
         return render(summary_table(self.unit_comms)) + ("" if self.search is None else self.search.table())
 
     def report(self, path: str | Path) -> None:
-        """Write a page, one HTML file: what this rank has sent, per unit and hop, over which nodes, and what
-        16-bit FSDP2 would have sent. Not a collective: any rank may write its own."""
-        # The one door from the library to its tools: a training job does not import the page.
+        """Write the traffic of this rank to one HTML file: bytes per unit, hop and node, and the bytes of
+        16-bit FSDP2. Not a collective: any rank may write its own file."""
+        # The library's only import of its tools. Lazy: a training job does not need them.
         from .tools.atomic_files import write_file
         from .tools.pages.traffic import render_traffic
 
@@ -89,31 +89,31 @@ class ZeroPP:
 
     @property
     def communication_bytes(self) -> int:
-        """Memory that zeropp keeps on this rank: node shards, pending gradients, kept errors, scratch, and
-        gradients on their way."""
+        """Bytes of memory that zeropp holds on this rank: node shards, pending gradients, stored errors,
+        scratch, and gradients on their way."""
         shared = self._context.scratch.nbytes + self._context.late.nbytes
         return shared + sum(comms.keeps().total for comms in self.unit_comms)
 
     @property
     def node_shard_bytes(self) -> int:
-        """The part of `communication_bytes` that is node shards: what `Config.secondary` costs."""
+        """Bytes of node shards in `communication_bytes`: the cost of `Config.secondary`."""
         return sum(comms.keeps().node_shard for comms in self.unit_comms)
 
     @property
     def nodes(self) -> int:
-        """How many nodes the units of the model are sharded over. HSDP that shards inside each node: one."""
+        """Number of nodes that the units are sharded over; 1 for HSDP that shards inside each node."""
         topologies = (comms.topology for comms in self.unit_comms)
         return max((len(topology.nodes) for topology in topologies if topology is not None), default=1)
 
     @property
     def has_history(self) -> bool:
-        """Whether something is kept that does not follow from the weights: a reference of differences, kept
-        errors, the count of reductions for rounding at random; or what "auto" has chosen. Then a checkpoint
-        must hold `state_dict()`."""
+        """Whether zeropp has state that cannot be rebuilt from the weights: references of weight differences,
+        stored errors, counts of reductions for stochastic rounding, or the choice of "auto". A checkpoint
+        must then hold `state_dict()`."""
         return self.search is not None or any(comms.has_history for comms in self.unit_comms)
 
     def invalidate(self) -> None:
-        """Say that weights were changed by other means than an optimizer step or `load_state_dict`.
+        """Declare the weights changed by other means than an optimizer step or `load_state_dict`.
 
         The next gather of every unit sends the weights across nodes again. Call it on every rank.
         """
@@ -121,30 +121,33 @@ class ZeroPP:
             comms.invalidate()
 
     def set_config(self, config: Config, *, overrides: Mapping[str, Config] | None = None) -> None:
-        """Go on with another Config, between two steps; call it on every rank.
+        """Replace the Config between two steps. Call it on every rank.
 
             zpp = zeropp.apply(model, zeropp.Config(gradients_in_node="bf16", gradients_across="bf16"))
             for step in range(steps):
                 if step == 100:
                     zpp.set_config(zeropp.Config())
 
-        The ledger goes on counting. Node shards, references of differences and kept errors stay if they mean
-        the same under the new Config; else the weights are sent anew, and kept errors start at zero. The
-        search of "auto" is over.
+        The ledger continues to count. Node shards, references of differences and stored errors stay if they
+        mean the same under the new Config. Otherwise the weights are sent again, and stored errors start at
+        zero. A search of "auto" ends.
         """
         self._switch(config, dict(overrides or {}), None)
 
     def _switch(self, config: Config, overrides: Mapping[str, Config], search: Search | None) -> None:
+        """Replace the comms of all units. The order of statements matters: first all that can fail, then the
+        state moves to the new comms, then the old hooks and switches are removed, then the new ones are
+        installed."""
         self._raise_if_pending()
         if not self._handles:
             raise RuntimeError("set_config after remove(); call zeropp.apply(model, config)")
-        # Everything that can fail comes before the first change.
+        # All errors are raised before the first change.
         chosen = choose_configs([comms.unit for comms in self.unit_comms], config, overrides)
         unit_comms = [
             CompressedUnit(unit, own, self._context, may_hold=search is None) for unit, own in chosen.items()
         ]
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
-            old.forget_unused()
+            old.forget_unused()  # before `take_over`: an early gather has changed the node shard
             if old.pair is not None and new.pair is not None:
                 new.pair.take_over(old.pair)
         self._remove_hooks()
@@ -152,43 +155,41 @@ class ZeroPP:
         for old, new in zip(self.unit_comms, unit_comms, strict=True):
             sync = old.gradients.sync
             if sync is not GradientSync.ACROSS:
-                old.set_sync(
-                    GradientSync.ACROSS
-                )  # restores FSDP2's switches, which the new Config may not use
+                old.set_sync(GradientSync.ACROSS)  # restores FSDP2's switches: the new Config may use others
                 new.set_sync(sync)
         self.config, self.overrides, self.unit_comms = config, dict(overrides), unit_comms
         self.search = search
         self.install()
-        if self._accumulates and search is None:  # a search has warned for all that it tries
+        if self._accumulates and search is None:  # a search has warned of all candidates
             warn_if_unusual(unit_comms, self._will_keep)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer of this model has stepped: the search for a Config goes on."""
+        """Continue the search for a Config after a step of an optimizer of this model."""
         search = self.search
         if search is not None and not (search.chosen and search.config == self.config):
             after_backward(partial(self._search_on, search, optimizer))
 
     def _search_on(self, search: Search, optimizer: Optimizer) -> None:
+        # A step does not count while pending gradients delay the switch to the next visit's Config.
         if search.config == self.config:
             search.after_step(optimizer)
         self._follow_search()
 
     def _follow_search(self) -> None:
-        """Go on with the Config of the search, as soon as no gradients wait, on all ranks alike: those of
-        another optimizer may."""
+        """Install the Config of the search as soon as no gradients are pending. Gradients of another
+        optimizer may be pending, on all ranks alike."""
         search = self.search
         waits = any(comms.has_pending for comms in self.unit_comms)
         if search is not None and search.config != self.config and not waits:
-            self._context.scratch.release()  # of the size that the last one needed
+            self._context.scratch.release()  # its size was chosen for the last Config
             self._switch(search.config, {}, search)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must save for a run that goes on bit for bit: references of weight differences, kept
-        errors, the count of reductions that stochastic rounding depends on, and what "auto" has chosen. Only
-        tensors, numbers and names, and copies: they do not change with the next step.
+        """Return the state that this rank must save to resume bit for bit: references of weight differences,
+        stored errors, the counts of reductions that stochastic rounding depends on, and the choice of "auto".
 
-        Every rank saves its own, beside the model and the optimizer; `torch.load` with `weights_only=True`
-        reads it.
+        It holds copies, which the next step does not change: tensors, numbers and names only, so `torch.load`
+        with `weights_only=True` reads it. Every rank saves its own state next to the model and the optimizer.
         """
         self._context.alarm.raise_if_any()
         for comms in self.unit_comms:
@@ -199,12 +200,16 @@ class ZeroPP:
         return dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
-        """Go on from what `state_dict` of this rank returned. Call it on every rank, after loading the model:
-        loading weights forgets all that is kept. Its tensors may be on any device.
+        """Restore the state that `state_dict` of this rank returned. Call it on every rank.
 
-        A rank that has none passes None. If any has none, or one of another number of ranks, all go on
-        without: the weights are sent anew, kept errors start at zero, and a warning says so. If "auto" had
-        chosen a Config, it is not searched again. Returns whether the state is used, on every rank the same.
+        Call it after loading the model, because loading weights drops zeropp's state. The tensors may be on
+        any device. A rank without a state passes None. If one rank cannot use its state (there is none, or it
+        is of another number of ranks, Config or version), no rank uses its own: the weights are sent again,
+        stored errors start at zero, and a warning gives the reason. If "auto" had chosen a Config, the search
+        does not run again.
+
+        Returns:
+            Whether the state is used; the same on every rank.
         """
         used = is_usable(self.unit_comms, state)
         usable = state if used and state is not None else {}
@@ -217,24 +222,28 @@ class ZeroPP:
     def set_requires_cross_node_sync(self, requires_sync: bool) -> None:
         """Turn cross-node gradient traffic off for all but the last micro-batch of a step.
 
-        Does the right thing for any Config and mesh. While off: on two hops, gradients are reduced inside the
-        node only and add up there in fp32. On a flat route nothing is reduced, and FSDP2 keeps full gradients
-        (its `set_requires_gradient_sync`), unless "auto" has chosen it, which has no memory for that: then
-        every micro-batch is reduced. With HSDP that shards inside each node, FSDP2 leaves out the
-        all-reduce (`set_requires_all_reduce`). Turn it on again before the last micro-batch's backward; an
-        optimizer step with gradients still pending is an error.
+        Works with any Config and mesh. While it is off:
+
+        - Two hops: gradients are reduced inside the node only and add up there in fp32.
+        - Flat route: nothing is reduced, and FSDP2 keeps full gradients (`set_requires_gradient_sync`). If
+          "auto" installed the flat route, every micro-batch is reduced, because full gradients may not fit
+          into memory.
+        - HSDP that shards inside each node: FSDP2 leaves out the all-reduce (`set_requires_all_reduce`).
+
+        Turn it on again before the backward of the last micro-batch. An optimizer step with pending gradients
+        is an error.
 
             for i, batch in enumerate(micro_batches):
                 zpp.set_requires_cross_node_sync(i == len(micro_batches) - 1)
                 model(batch).backward()
             optimizer.step()
 
-        `zero_grad()` of the model or its optimizers drops pending gradients with the rest. A hook that takes
-        `.grad` in backward gets zeros while sync is off, and all of it in the end; between two backwards
-        `.grad` must stay: see [Note: Dropped or taken]. In a step with sync off in some micro-batch, a
-        parameter that gets no gradient has gradient zero instead of None (as with FSDP2's
-        `set_reduce_scatter_unused_params`): all micro-batches must agree on what they send. In other steps
-        it is None, as with FSDP2.
+        `zero_grad()` of the model or its optimizers drops pending gradients, too. A hook that takes `.grad`
+        in backward gets zeros while sync is off, and the whole gradient in the last micro-batch. Between two
+        backwards `.grad` must stay: see [Note: Dropped or taken] in fsdp2/zero_grad.py. In a step with sync
+        off in some micro-batch, a parameter without a gradient gets zeros instead of None (as with FSDP2's
+        `set_reduce_scatter_unused_params`), because all micro-batches must have one buffer layout. In other
+        steps it gets None, as with FSDP2.
         """
         if not requires_sync:
             self._accumulate()
@@ -242,8 +251,8 @@ class ZeroPP:
             comms.set_sync(GradientSync.ACROSS if requires_sync else GradientSync.DEFERRED)
 
     def follow_no_sync(self) -> None:
-        """From now on `set_requires_gradient_sync` of FSDP2 means `set_requires_cross_node_sync`, so a loop
-        that has `no_sync` needs no other line:
+        """Make FSDP2's `set_requires_gradient_sync` mean `set_requires_cross_node_sync` from now on. A loop
+        with `no_sync` then needs no other line:
 
             zpp = zeropp.apply(model, zeropp.Config())
             zpp.follow_no_sync()
@@ -251,22 +260,22 @@ class ZeroPP:
                 model.set_requires_gradient_sync(i == len(micro_batches) - 1)
                 model(batch).backward()
 
-        Without it, FSDP2's switch stays what it is: while it is off nothing is reduced, not even inside the
-        node, and every rank holds the gradients of the whole model. On a flat route it still is. The ledger
-        then counts no reduction of 16-bit FSDP2 for micro-batches without sync: that loop has none. Ends with
-        `remove()`.
+        Without this call, FSDP2's switch keeps its meaning: while it is off, nothing is reduced, not even
+        inside the node, and every rank holds the gradients of the whole model. On a flat route that remains
+        so. For micro-batches without sync, the ledger counts no reduction of 16-bit FSDP2, because FSDP2
+        would not reduce there. Ends with `remove()`.
         """
         if not self._handles:
             raise RuntimeError("follow_no_sync after remove(); call zeropp.apply(model, config)")
         if not self._followed:
             self._followed = on_gradient_sync(self._model, self._set_gradient_sync)
             for comms in self.unit_comms:
-                if not comms.unit.reduces_gradients:  # switched off before: from now on by zeropp
+                if not comms.unit.reduces_gradients:  # off already: zeropp takes over the switch
                     comms.unit.set_requires_gradient_sync(True)
                     self._set_gradient_sync(set(comms.unit.modules), False)
 
     def _set_gradient_sync(self, modules: set[nn.Module], requires_sync: bool) -> None:
-        """What FSDP2 was told of these modules."""
+        """Handle a call of FSDP2's `set_requires_gradient_sync` for these modules."""
         if not requires_sync:
             self._accumulate()
         for comms in self.unit_comms:
@@ -279,7 +288,7 @@ class ZeroPP:
             warn_if_unusual(self.unit_comms, self._will_keep if self.search is None else self.search.kept)
 
     def flush(self) -> None:
-        """Send pending gradients across nodes now, for loops that do not know which micro-batch is the last:
+        """Send pending gradients across nodes now. For loops that do not know which micro-batch is the last:
 
             zpp.set_requires_cross_node_sync(False)  # once and for all
             for batch in some_micro_batches:
@@ -287,9 +296,9 @@ class ZeroPP:
             zpp.flush()
             optimizer.step()
 
-        `.grad` is then what it would be, bit for bit, after one more micro-batch with sync on whose gradients
-        are zero: scaled, converted, added and shown to hooks by FSDP2 itself. Costs that micro-batch's
-        communication, and the memory of one unit's gradients. Call it on every rank, after backward.
+        `.grad` equals, bit for bit, its value after one more micro-batch with sync on and zero gradients:
+        FSDP2 scales, converts and adds the sums, and calls hooks. Costs the communication of that micro-batch
+        and the memory of one unit's gradients. Call it on every rank, after backward.
         """
         pending = [comms for comms in self.unit_comms if comms.has_pending]
         own = [comms.unit for comms in pending if comms.fsdp2_defers != "reduction"]
@@ -298,20 +307,23 @@ class ZeroPP:
                 f"flush() while FSDP2 reduces no gradients of {', '.join(off)}; call "
                 "set_requires_gradient_sync(True) before the last backward"
             )
-        for comms in reversed(pending):
+        for comms in reversed(pending):  # the order of a backward
             comms.flush()
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
-        """Inside, weights are gathered as they are, by FSDP2's own collective: for an evaluation of the model
-        that a checkpoint would hold, to the last bit. Training computes with decoded weights (int8, by
-        default), and so does an evaluation without this. Enter it on every rank."""
+        """Gather exact weights with FSDP2's own collective inside the `with` block.
+
+        An evaluation in it uses the weights that a checkpoint holds, to the last bit. Training, and an
+        evaluation without this context, compute with decoded weights (int8 by default). Enter it on every
+        rank.
+        """
         installed = [
             (comms.unit, comms.pair.all_gather) for comms in self.unit_comms if comms.pair is not None
         ]
         before = [all_gather.is_exact for _, all_gather in installed]
         for unit, all_gather in installed:
-            unit.drop_gathered()
+            unit.drop_gathered()  # FSDP2 may still hold decoded weights
             all_gather.is_exact = True
         try:
             yield
@@ -321,12 +333,13 @@ class ZeroPP:
                 all_gather.is_exact = was_exact
 
     def release(self) -> None:
-        """Give up node shards and scratch, without `remove()`: while the model sleeps, or is offloaded.
+        """Free node shards and scratch without `remove()`, while the model sleeps or is offloaded.
 
-        The next gather of each unit sends its weights across nodes and fills them again; with weights as
-        differences the reference is gone, too, so that is a full send. Kept errors of error feedback stay:
-        nothing could bring them back. Pending gradients are refused. The memory goes to torch's allocator;
-        `torch.accelerator.memory.empty_cache()` gives it to the device. Call it on every rank.
+        The next gather of each unit sends its weights across nodes and fills its node shard again. With
+        weights="delta-int4" that is a full send, because the reference is freed, too. Errors of error
+        feedback stay, because they cannot be rebuilt. Raises if gradients are pending. The memory returns to
+        torch's allocator; `torch.accelerator.memory.empty_cache()` returns it to the device. Call it on every
+        rank.
         """
         self._raise_if_pending()
         for pair in self._pairs:
@@ -334,27 +347,29 @@ class ZeroPP:
         self._context.scratch.release()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long hops wait for other ranks; at first, it is what init_process_group was given. For
-        loops that change it for their own process groups. Call it on every rank, after a barrier."""
+        """Set how long hops wait for other ranks; the default is the timeout of `init_process_group`.
+
+        For loops that change the timeout of their own process groups. Call it on every rank, after a barrier.
+        """
         self._timeout = timeout
         for pair in self._pairs:
             for hop in (*pair.all_gather.hops, *pair.reduce_scatter.hops):
                 hop.set_timeout(timeout)
 
     def drop_pending_gradients(self) -> None:
-        """Forget gradients accumulated without cross-node sync. `zero_grad()` does it by itself."""
+        """Drop gradients accumulated without cross-node sync. `zero_grad()` calls it automatically."""
         for comms in self.unit_comms:
             comms.drop_pending()
 
     def gradients_zeroed(self, params: set[int]) -> None:
-        """zero_grad() ran for the parameters with these ids: what is pending for them goes, too."""
+        """Drop pending gradients after zero_grad() ran for the parameters with these ids."""
         self._context.late.abandon_failed()
         for comms in self.unit_comms:
             if comms.has_pending and comms.gradients.zeroed(params):
                 comms.drop_pending()
 
     def remove(self) -> None:
-        """Give the model back to FSDP2's own comms. Doing it twice is harmless."""
+        """Restore FSDP2's own comms. A second call has no effect."""
         self._raise_if_pending()
         self._context.alarm.raise_if_any()
         self._context.remove_overlap()
@@ -380,7 +395,7 @@ class ZeroPP:
         self._handles.clear()
 
     def install(self) -> None:
-        """Put the comms in place. Called by `apply`."""
+        """Install the comms and the hooks. Called by `apply` and after a change of the Config."""
         listen(self)
         for comms in self.unit_comms:
             self._handles += comms.install(self)

@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Format numbers and lists for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(number: int, what: str) -> str:
-    """
+    """Return a number and its noun, in singular or plural.
+
     >>> count(1, "rank"), count(4, "rank")
     ('1 rank', '4 ranks')
     """
@@ -14,15 +15,16 @@ def count(number: int, what: str) -> str:
 
 
 def parameters(number: float) -> str:
-    """
+    """Return a number of parameters, shortened to three digits.
+
     >>> parameters(18e9), parameters(1_870_000), parameters(123)
     ('18B', '1.87M', '123')
     """
-    return _short(number).replace("G", "B")
+    return _short(number).replace("G", "B")  # papers write 18B parameters, but 18 GB
 
 
 def size(number: float) -> str:
-    """Bytes, in powers of ten.
+    """Return a number of bytes, in powers of ten.
 
     >>> size(0), size(54_321), size(1.2e9)
     ('0 bytes', '54.3 kB', '1.2 GB')
@@ -32,7 +34,8 @@ def size(number: float) -> str:
 
 
 def some(names: list[str], shown: int = 3) -> str:
-    """
+    """Return the first names, and how many more there are.
+
     >>> some(["a", "b"]), some(["a", "b", "c", "d", "e"])
     ('a, b', 'a, b, c and 2 more')
     """

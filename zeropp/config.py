@@ -1,4 +1,4 @@
-"""What to send, and how: one frozen, validated `Config` and its presets."""
+"""`Config`, which selects what is sent and in which encoding, and its presets. Frozen and validated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_CHUNKS = 16
 
 @dataclass(frozen=True)
 class Config:
-    """How zeropp replaces FSDP2's communication. The default is what we recommend.
+    """Options of zeropp's communication. The defaults are the recommended ones.
 
     Examples:
         >>> Config(weights="int3")
@@ -45,21 +45,21 @@ class Config:
     """
 
     weights: WeightsName = "int8"
-    """Codec of the weights on the wire (qwZ). "none" sends them as they are, "bf16" as 16-bit floats,
-    "int8" and "int4" as block-quantized integers. Direct "int4" weights are known to ruin training; they
-    are here to be measured. "delta-int4" sends across nodes what changed since the last time, as int4, and
-    needs the node shard, which is then in 16 bits: see comm/delta_weights.py."""
+    """Codec of the weights on the wire (qwZ). "none" sends them unchanged, "bf16" as 16-bit floats, "int8"
+    and "int4" as block-quantized integers. Direct "int4" weights are known to ruin training; they exist for
+    measurements. "delta-int4" sends the difference since the last gather across nodes, as int4. It needs the
+    node shard, which then has 16 bits: see comm/delta_weights.py."""
 
     secondary: bool = True
     """Keep the node shard (hpZ): while the weights are unchanged, a gather stays inside the node. Costs
-    one encoded model / ranks per node in memory on every rank. Needs route="two-hop"."""
+    (one encoded model) / (ranks per node) of memory on every rank. Needs route="two-hop"."""
 
     delta_in_node: InNodeName = "int8"
-    """With weights="delta-int4": codec of the weights on the hop inside the node."""
+    """Codec of the weights on the hop inside the node, with weights="delta-int4"."""
 
     refresh_every: int = 0
-    """With weights="delta-int4": send the weights themselves, in 16 bits, after every so many differences. 0:
-    only in the beginning, after `load_state_dict` and after `invalidate()`."""
+    """Number of differences between two full sends of the weights in 16 bits, with weights="delta-int4". 0:
+    full sends only at the start, after `load_state_dict` and after `invalidate()`."""
 
     gradients_in_node: CodecName = "int8"
     """Codec of the gradients on the hop inside the node (qgZ, first hop)."""
@@ -68,54 +68,56 @@ class Config:
     """Codec of the gradients on the hop between nodes (qgZ, second hop). "none" sends the fp32 sums."""
 
     gradients_pending: PendingName = "fp32"
-    """How gradients wait inside the node for cross-node sync (`ZeroPP.set_requires_cross_node_sync`). "fp32"
-    costs 4 bytes per parameter / ranks per node in memory on every rank; "bf16" half of that, and a rounding
-    in each micro-batch, at random, so that it is exact in the mean: see quant/random_bf16.py. Sums are in
-    fp32 either way. Needs route="two-hop"."""
+    """Dtype of gradients that wait inside the node for cross-node sync
+    (`ZeroPP.set_requires_cross_node_sync`). "fp32" costs (4 bytes per parameter) / (ranks per node) of memory
+    on every rank. "bf16" costs half of that, and one stochastic rounding in each micro-batch, which is exact
+    in the mean: see quant/random_bf16.py. Sums are in fp32 either way. "bf16" needs route="two-hop"."""
 
     rotate: bool | Literal["auto"] = "auto"
-    """Rotate gradients (a Hadamard transform of every 64 elements) before they are quantized, and turn them
-    back after the last sum. It spreads outliers; see quant/rotation.py. A parameter whose rows (slices
-    of dimension 0) are no multiple of 64 elements is not rotated: see comm/chunks.py. True needs an integer
-    codec of gradients, and block_size >= 64; "auto" is True where it has both, as in the default, and False
-    elsewhere: see `rotates`."""
+    """Rotate gradients (a Hadamard transform of every 64 elements) before they are quantized, and rotate them
+    back after the last sum. The rotation spreads outliers: see quant/rotation.py. A parameter whose rows
+    (slices of dimension 0) are no multiple of 64 elements is not rotated: see comm/chunks.py. True needs an
+    integer codec of gradients and block_size >= 64. "auto" is True if both hold, as in the default, and False
+    otherwise: see `rotates`."""
 
     rounding: Rounding = "nearest"
-    """How gradients become integers. "stochastic" is exact in the mean, and has about 1.7 times the error."""
+    """Rounding of gradients to integers. "stochastic" is exact in the mean and has about 1.7 times the
+    error."""
 
     error_feedback: bool = False
-    """Add what the hop between nodes rounded off to the gradients of the next step. Costs 1 byte per
-    parameter / ranks per node in memory on every rank; saved by `ZeroPP.state_dict`. See
+    """Add the quantization error of the hop between nodes to the gradients of the next step. Costs (1 byte
+    per parameter) / (ranks per node) of memory on every rank. `ZeroPP.state_dict` saves the errors. See
     comm/error_feedback.py. Needs an integer codec of gradients_across, and route="two-hop"."""
 
     seed: int = 0
-    """Seed of rounding at random (rounding="stochastic", gradients_pending="bf16"). Noise also depends on
-    the rank's position in its shard group, the hop, the step and an element's position in its parameter."""
+    """Seed of stochastic rounding (rounding="stochastic", gradients_pending="bf16"). The noise also depends
+    on the rank's position in its shard group, the hop, the step and the element's position in its
+    parameter."""
 
     route: Route = "two-hop"
-    """"two-hop": one hop between ranks of equal position on all nodes, one inside the node. "flat": one hop
-    over the whole group, as FSDP2's own collectives go. Gradients as "none" then take the backend's own
-    reduce-scatter; as "bf16", the ring that NCCL would use, with NCCL's sums, rounded at each hop
-    (comm/bf16_ring.py). "int8" and "int4" are sent to each owner directly, an all-to-all, because a ring
-    would quantize them at each hop. Sent directly, rows cross nodes up to ranks-per-node times as often as
-    in a ring: integers belong on two hops."""
+    """Hops of every collective. "two-hop": one hop between ranks of equal position on all nodes, one inside
+    the node. "flat": one hop over the whole group, as in FSDP2's own collectives. On a flat route, gradients
+    as "none" use the backend's own reduce-scatter. Gradients as "bf16" use the ring of NCCL, with NCCL's
+    sums, rounded at each hop (comm/bf16_ring.py). "int8" and "int4" are sent directly to each owner, in an
+    all-to-all, because a ring would quantize them at each hop. Rows that are sent directly cross nodes up to
+    ranks-per-node times as often as in a ring, so integers should use two hops."""
 
     block_size: int = 128
-    """Elements that share one bf16 scale in "int8" and "int4": a power of two from 32 to 4096. Smaller is
-    more exact and sends more scales: 16 / block_size bits per element."""
+    """Elements that share one bf16 scale in "int8" and "int4": a power of two from 32 to 4096. Smaller blocks
+    are more exact and send more scales: 16 / block_size bits per element."""
 
     chunks: int | Literal["auto"] = "auto"
-    """Pieces that a large collective is cut into (1 to 16), so that one is encoded while another is on the
-    wire. Pieces have at least 64 Ki elements a rank. Changes no value. "auto" is 2; on two hops of gloo,
-    where each costs messages and Python, pieces then have at least 1 Mi: see comm/chunks.py."""
+    """Chunks of a large collective (1 to 16): one chunk is encoded while another is on the wire. A chunk has
+    at least 64 Ki elements per rank. Changes no value. "auto" is 2; on two hops of gloo, chunks then have at
+    least 1 Mi elements, because each chunk costs messages and Python: see comm/chunks.py."""
 
     overlap: bool = True
-    """On a CPU: send while the training thread computes, as FSDP2 does by itself on devices with streams,
-    where this changes nothing. Changes no value; False is for debugging. See cpu/overlap.py."""
+    """Send while the training thread computes, on a CPU: see cpu/comm_threads.py. On devices with streams,
+    FSDP2 overlaps them already, and this option has no effect. Changes no value. False is for debugging."""
 
     node_size: int | Literal["auto"] = "auto"
-    """Ranks per node, in order of global rank: rank r is on node r // node_size. "auto" takes
-    LOCAL_WORLD_SIZE (torchrun sets it), or else groups ranks by host name."""
+    """Ranks per node, in order of global rank: rank r is on node r // node_size. "auto" uses
+    LOCAL_WORLD_SIZE (set by torchrun) if it is consistent, and groups ranks by host name otherwise."""
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -150,7 +152,7 @@ class Config:
         self._check_together()
 
     def _check_together(self) -> None:
-        """What each option needs of the others. An option that would have no effect is an error."""
+        """Raise if options contradict each other. An option without effect is an error, too."""
         if self.secondary and self.route == "flat":
             raise ValueError(
                 "Config.secondary is True with route='flat'; the node shard is what the first of two hops "
@@ -201,7 +203,7 @@ class Config:
 
     @property
     def rotates(self) -> bool:
-        """Whether integers of gradients are rotated: `rotate`, with "auto" decided.
+        """Whether gradients are rotated before they are quantized: `rotate`, with "auto" resolved.
 
         Examples:
             >>> Config().rotates, Config(gradients_in_node="bf16", gradients_across="bf16").rotates
@@ -217,19 +219,19 @@ class Config:
 
     @classmethod
     def paper(cls, **changes: Any) -> Config:
-        """ZeRO++ as published: int8 weights, node shard, int4 gradients on both hops, not rotated."""
+        """Return ZeRO++ as published: int8 weights, node shard, int4 gradients on both hops, not rotated."""
         paper = cls(gradients_in_node="int4", gradients_across="int4", rotate=False)
         return replace(paper, **changes)
 
     @classmethod
     def four_bit(cls, **changes: Any) -> Config:
-        """Four bits between nodes for weights, too, as differences; gradients with feedback."""
+        """Return four bits between nodes for weights, too, as differences; gradients have error feedback."""
         return replace(cls(weights="delta-int4", error_feedback=True), **changes)
 
     @classmethod
     def off(cls, **changes: Any) -> Config:
-        """Plain FSDP2, bit for bit, with the ledger counting. For comparisons: what `changes` do not name
-        stays off."""
+        """Return plain FSDP2, bit for bit, whose traffic the ledger counts. For comparisons: options that
+        `changes` do not name stay off."""
         plain = cls(
             weights="none",
             secondary=False,
@@ -242,10 +244,11 @@ class Config:
 
     @classmethod
     def wire16(cls, **changes: Any) -> Config:
-        """FSDP2 with 16-bit communication, as NCCL does it: the honest baseline.
+        """Return FSDP2 with 16-bit communication, as NCCL does it: the honest baseline.
 
         Weights are gathered as bf16. Gradients are reduced as bf16 in a ring that rounds at each hop: see
-        comm/bf16_ring.py. (With route="two-hop" they take zeropp's two hops, and sums are in fp32.)"""
+        comm/bf16_ring.py. With route="two-hop" they take zeropp's two hops, with sums in fp32.
+        """
         bf16 = {"weights": "bf16", "gradients_in_node": "bf16", "gradients_across": "bf16"}
         return cls.off(**{**bf16, **changes})
 
@@ -253,8 +256,8 @@ class Config:
     def from_deepspeed(cls, source: Mapping[str, Any] | str | Path) -> Config:
         """Translate the ZeRO++ keys of a DeepSpeed configuration (a dict or the path of a JSON file).
 
-        Reads `zero_quantized_weights`, `zero_hpz_partition_size` and `zero_quantized_gradients` below
-        `zero_optimization`; logs a warning that names every key it does not translate.
+        Reads `zero_quantized_weights`, `zero_hpz_partition_size` and `zero_quantized_gradients` in
+        `zero_optimization`. Logs a warning that names every key without a translation.
 
         Examples:
             >>> zero = {"stage": 3, "zero_quantized_weights": True}
@@ -292,6 +295,7 @@ class Config:
         ignored += [key for key in given if key != "zero_optimization"]
         if ignored:
             logger.warning("Config.from_deepspeed does not translate: %s", ", ".join(sorted(ignored)))
+        # Plain ZeRO-3 stays plain FSDP2, on one hop.
         if not (quantized_weights or quantized_gradients or partition > 1):
             return cls.off()
         gradients: CodecName = "int4" if quantized_gradients else "none"
@@ -306,7 +310,7 @@ class Config:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)  # bool is a subclass of int
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -1,35 +1,36 @@
-"""New process groups for hops, that only their members make. The only file with private names of
+"""Process groups for hops, created by their members only. The only file with private names of
 torch.distributed.
 
 [Note: Names of groups]
-Members of a new group find each other in the job's store, under the group's name. `new_group` counts: with
-use_local_synchronization, the only way to call it on members alone, the name has in it how many groups this
-rank has made (torch 2.13: `len(pg_names)`, 2.14 and 2.15: `group_count`; PyTorch issues 189073 and 190431).
-Ranks that have made different numbers of groups look under different names, and wait until the timeout. A
-sub-group of a 2-D mesh cannot ask the rest of the job to count along. So the name is ours: what the group is
-for, and who its members are. A group is made once and then shared, so no name is used twice.
+Members of a new group find each other in the job's store, under the name of the group. With
+use_local_synchronization, the only way to call `new_group` on members alone, the name contains the number of
+groups that this rank has created (torch 2.13: `len(pg_names)`, 2.14 and 2.15: `group_count`; PyTorch issues
+189073 and 190431). Ranks with different numbers look under different names, and wait until the timeout. A
+sub-group of a 2-D mesh cannot make the other ranks of the job create a group. So zeropp chooses the name: the
+purpose of the group and its members. A group is created once and then shared, so no name is used twice.
 
 [Note: No split of the world]
-With `init_process_group(device_id=...)`, torch makes new NCCL groups by splitting the world's communicator,
-which waits for every rank of the job. We forget the device while a group is made: it connects through the
-store at its first use, as in jobs without `device_id`. (Read in the sources, and run with gloo on torch 2.15,
-which takes a device, too; never run with NCCL.)
+With `init_process_group(device_id=...)`, torch creates NCCL groups by a split of the world's communicator,
+which waits for every rank of the job. So zeropp hides the device while it creates a group: the group connects
+through the store at its first use, as in jobs without `device_id`. (Read in the sources, and run with gloo on
+torch 2.15, which accepts a device, too; never run with NCCL.)
 
 [Note: Priority]
-FSDP2's own collectives run on its high-priority streams: NCCL works on the current stream if a call is not
-asynchronous. Ours are, so that one chunk is encoded while another is sent, and NCCL then works on a stream of
-the group's own, which has high priority only if asked for. (Never run.) A layout with a single hop sends it
-through FSDP2's group, with the priority that this has.
+FSDP2's own collectives run on its high-priority streams, because NCCL uses the current stream for synchronous
+calls. zeropp's calls are asynchronous, so that one chunk is encoded while another is sent. NCCL then uses a
+stream of the group, which has high priority only on request. (Never run.) A layout with a single hop uses
+FSDP2's group and its priority.
 
 [Note: One device]
-A gloo group comes with a device: a thread that sends and receives, and that wakes up a hundred times a second
-even if nothing arrives. On a CPU there are two groups for each direction (cpu/comm_threads.py), and four
-threads that interrupt computing. So the groups made here use the devices of the job's own group. torch passes
-no options on to gloo, so while a group is made, it finds a class in gloo's place that adds them. (What it is
-called with is not the same in every torch: from 2.15 on, there is one option more.)
+A gloo group has a device: a thread that sends and receives, and that wakes up a hundred times a second even
+if nothing arrives. On a CPU there are two groups for each direction (cpu/comm_threads.py), so four threads
+would interrupt computation. So groups made here share the devices of the job's own group. torch passes no
+options to gloo. So while a group is created, a subclass that adds them replaces `ProcessGroupGloo`. (Its
+arguments depend on the version of torch: 2.15 adds one option.)
 
-There is no public way to give a name, or not to split, or to share a device, nor, in torch 2.13, to change a
-timeout. What is used of `_world` and `_new_process_group_helper` is the same in torch 2.13, 2.14 and 2.15.
+There is no public way to choose a name, to avoid the split, or to share a device, nor, in torch 2.13, to
+change a timeout. The used parts of `_world` and `_new_process_group_helper` are the same in torch 2.13, 2.14
+and 2.15.
 """
 
 from __future__ import annotations
@@ -46,25 +47,27 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
-# Keyed on the default group, so that nothing outlives `destroy_process_group`.
+# The key is the default group, so entries do not outlive `destroy_process_group`.
 _made: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
 
 
 def world() -> ProcessGroup:
+    """Return the default group."""
     group = dist.group.WORLD
     assert group is not None
     return group
 
 
 def job_store() -> Store:
-    """Where the ranks of the job find each other."""
+    """Return the store in which the ranks of the job find each other."""
     return c10d._get_default_store()
 
 
 def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
-    """The group of these global ranks for this purpose. Each of them, and nobody else, must call.
+    """Return the group of these global ranks for this purpose. These ranks, and no others, must call it.
 
-    Made at the first call, with the backend and the timeout of the job."""
+    The first call creates the group, with the backend and the timeout of the job.
+    """
     everyone, ranks = world(), sorted(ranks)
     made = _made.setdefault(everyone, {})
     name = f"{purpose}_{hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()}"
@@ -83,19 +86,20 @@ def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup:
                 timeout=timeout,
                 group_desc=purpose,
             )
+        # `new_group` registers the ranks, too; the helper does not.
         c10d._world.pg_group_ranks[made[name]] = {rank: place for place, rank in enumerate(ranks)}
     return made[name]
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Change how long this rank waits in collectives of the group from now on."""
+    """Set how long this rank waits in collectives of the group from now on."""
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timeout)
 
 
 @contextmanager
 def _no_device(everyone: ProcessGroup) -> Iterator[None]:
-    """See [Note: No split of the world]."""
+    """Hide the device of the default group; see [Note: No split of the world]."""
     device = everyone.bound_device_id
     everyone.bound_device_id = None
     try:
@@ -106,9 +110,10 @@ def _no_device(everyone: ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def _devices_of(everyone: ProcessGroup) -> Iterator[None]:
-    """See [Note: One device]. Without gloo, nothing changes."""
+    """Let new gloo groups share the devices of `everyone`; see [Note: One device]. No effect without gloo."""
     gloo: Any = getattr(c10d, "ProcessGroupGloo", None)
     known = [getattr(everyone._get_backend(device), "options", None) for device in everyone._device_types]
+    # With several backends (cpu:gloo,cuda:nccl), only gloo's options have devices.
     shared = [options for options in known if gloo is not None and isinstance(options, gloo._Options)]
     if not shared:
         yield
@@ -119,7 +124,7 @@ def _devices_of(everyone: ProcessGroup) -> Iterator[None]:
             options = gloo._Options()
             options._devices, options._threads = shared[0]._devices, shared[0]._threads
             options._timeout = timeout
-            for name, value in others.items():  # enable_reconfigure
+            for name, value in others.items():  # enable_reconfigure, from torch 2.15 on
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
@@ -131,7 +136,7 @@ def _devices_of(everyone: ProcessGroup) -> Iterator[None]:
 
 
 def _options(backends: str, timeout: timedelta) -> Any:
-    """High priority where the job communicates with NCCL; see [Note: Priority]."""
+    """Return options with high priority for NCCL, or None; see [Note: Priority]."""
     if "nccl" not in backends:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -140,7 +145,7 @@ def _options(backends: str, timeout: timedelta) -> Any:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """How long ranks wait in it: what the job gave init_process_group, unless it was changed."""
+    """Return how long ranks wait in the group: the timeout of `init_process_group`, unless it was changed."""
     backend = group._get_backend(group._device_types[0])
     options = getattr(backend, "options", None)
     return getattr(options, "_timeout", None) or c10d._get_default_timeout(dist.get_backend(group))

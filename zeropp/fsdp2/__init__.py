@@ -1,1 +1,1 @@
-"""All that touches the private parts of FSDP2 and of torch.optim."""
+"""Adapters to FSDP2 and torch.optim: the only code that uses their private parts."""

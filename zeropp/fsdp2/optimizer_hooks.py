@@ -1,19 +1,20 @@
-"""Optimizer steps: what is checked before one changes weights, and which units are told after it.
+"""Hooks on optimizer steps: checks before a step, and a notification of changed units after it.
 
 [Note: Cost of a step]
-torch's hooks are global: they run for every optimizer of the process. With the optimizer in backward, that
-is one for each parameter. So a step costs in proportion to the parameters of its own optimizer, whatever the
-size of the model: each is looked up in a table, which also remembers the parameters that are not ours.
+torch's hooks are global: they run for every optimizer of the process. With the optimizer in backward, there
+is one optimizer for each parameter. So the cost of a step must be proportional to the parameters of its own
+optimizer, and not to the model: a table holds the unit of each parameter, and also the parameters that belong
+to no unit of zeropp.
 
 [Note: Closures]
-`optimizer.step(closure)` computes gradients inside the step: the last micro-batch, or several times all of it
-(LBFGS), or at other weights (SAM). What is checked before a step is then checked after each call of the
-closure, before the optimizer goes on; and an optimizer that calls it again has changed weights in between.
+`optimizer.step(closure)` computes gradients inside the step: the last micro-batch, or the whole batch several
+times (LBFGS), or at other weights (SAM). The checks then run after each call of the closure, before the
+optimizer continues. An optimizer that calls the closure again has changed weights in between.
 
 [Note: Hooks that stay]
-torch iterates over its hooks while they run, and a model may be collected as garbage in the middle of that: a
-hook that went with its model would break the iteration, in a step of another model. So the process has two
-hooks, made once and never removed, which ask those who watch.
+torch iterates over its hooks while they run, and the garbage collector may free a model during the iteration.
+A hook that is removed with its model would break the iteration, in a step of another model. So the process
+has two hooks, which are created once and never removed. They call all watchers that are alive.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ class WatchedUnit(Protocol):
 
 
 class Entry(NamedTuple):
-    """What is known of a parameter."""
+    """The unit of a parameter."""
 
     parameter: weakref.ref[nn.Parameter]
     comms: WatchedUnit | None = None
-    """Those of its unit; None: it is not ours."""
+    """None: the parameter belongs to no unit of zeropp."""
     number: int = 0
-    """Which parameter of the unit it is."""
+    """Index of the parameter in the unit."""
 
 
 class Handle(Protocol):
-    """Ends something."""
+    """A registration that `remove` ends."""
 
     def remove(self) -> None: ...
 
 
 class OptimizerSteps:
-    """Watches the optimizer steps that concern some units, as long as somebody holds it."""
+    """Watches optimizer steps that change parameters of some units, until it is freed or removed."""
 
     def __init__(
         self,
@@ -67,22 +68,23 @@ class OptimizerSteps:
         alarm: Alarm,
         then: Callable[[Optimizer], None] | None = None,
     ) -> None:
-        """`then` is called after each step that concerns these units, when they have been told."""
+        """`then` runs after each step that changes these units, after their own `after_step`."""
         self._unit_comms = list(unit_comms)
         self._alarm = alarm
         self._then = then
         self._table: dict[int, Entry] = {}
 
     def register(self) -> list[Handle]:
-        """Start; the handles end it."""
+        """Start to watch. The returned handles end it."""
         _listen()
-        _watchers[:] = [ref for ref in _watchers if ref() is not None]
+        _watchers[:] = [ref for ref in _watchers if ref() is not None]  # models that were freed
         _watchers.append(weakref.ref(self))
+        # A load may replace parameters (assign=True).
         loads = [comms.unit.on_load(self._table.clear) for comms in self._unit_comms]
         return [_End(self), *(hook for hooks in loads for hook in hooks)]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before a step: args are (optimizer, closure or nothing). What it returns replaces them."""
+        """Check before a step. `args` is (optimizer,) or (optimizer, closure); the result replaces both."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._check(optimizer)
@@ -93,7 +95,7 @@ class OptimizerSteps:
         return args, kwargs | {"closure": checked}
 
     def _checked(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
-        """See [Note: Closures]."""
+        """Return `closure` with a check after each call; see [Note: Closures]."""
         called = False
 
         @functools.wraps(closure)
@@ -123,15 +125,15 @@ class OptimizerSteps:
             self._then(optimizer)
 
     def _weights_changed(self, optimizer: Optimizer) -> bool:
-        """Whether there are any of ours."""
+        """Notify the units that `optimizer` can change. Returns whether there are any."""
         concerned = self._changed_by(optimizer)
         for comms, changed in concerned:
             comms.after_step(changed)
         return bool(concerned)
 
     def _changed_by(self, optimizer: Optimizer) -> list[tuple[WatchedUnit, set[int]]]:
-        """The units that the optimizer can change, and which of their parameters: what is frozen stays as it
-        is."""
+        """Return the units that the optimizer can change, and the indices of these parameters. A frozen
+        parameter without a gradient does not count."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(self._knows(p) for p in params):
             self._fill_table(params)
@@ -144,10 +146,10 @@ class OptimizerSteps:
 
     def _knows(self, p: nn.Parameter) -> bool:
         entry = self._table.get(id(p))
-        return entry is not None and entry.parameter() is p  # another one may live where a dead one did
+        return entry is not None and entry.parameter() is p  # a new parameter may have the id of a freed one
 
     def _fill_table(self, params: list[nn.Parameter]) -> None:
-        """Ask FSDP2 for all parameters anew; those of `params` that are not among them belong to others."""
+        """Read all parameters from FSDP2 again. `params` that are not among them belong to no unit."""
         self._table.update((id(p), Entry(weakref.ref(p))) for p in params)
         for comms in self._unit_comms:
             for number, p in enumerate(comms.unit.params):
@@ -158,13 +160,13 @@ _watchers: list[weakref.ref[OptimizerSteps]] = []
 
 
 def watching() -> list[OptimizerSteps]:
-    """Everybody who is told of optimizer steps in this process."""
+    """Return all watchers of optimizer steps in this process."""
     return [steps for ref in _watchers if (steps := ref()) is not None]
 
 
 @functools.cache
 def _listen() -> None:
-    """See [Note: Hooks that stay]."""
+    """Register the global hooks, once; see [Note: Hooks that stay]."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -182,7 +184,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 class _End:
     def __init__(self, steps: OptimizerSteps) -> None:
-        self._steps = weakref.ref(steps)
+        self._steps = weakref.ref(steps)  # the object in `_watchers`: Python reuses weak references
 
     def remove(self) -> None:
         _watchers[:] = [ref for ref in _watchers if ref is not self._steps]

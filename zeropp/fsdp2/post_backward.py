@@ -1,8 +1,9 @@
-"""A wrapper of FSDP2's `post_backward`: which parameters it reduces, and zeros for those without a gradient.
+"""A wrapper of FSDP2's `post_backward`. It records the reduced parameters, and adds zeros for those without a
+gradient.
 
 `post_backward` of a parameter group packs the gradients of its parameters and reduces them. The
-reduce-scatter gets the packed buffer, and nothing says which parameters are in it. So the wrapper looks
-before FSDP2 does. It is an attribute of the group, in the place of the method of its class.
+reduce-scatter gets only the packed buffer, without the list of parameters in it. So the wrapper computes the
+list before FSDP2 packs. It is an instance attribute of the group that hides the method of the class.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .versions import READER
 
 
 class PostBackward:
-    """Around `post_backward` of a unit's parameter groups."""
+    """The wrapper for the parameter groups of one unit."""
 
     def __init__(self, param_groups: list[Any]) -> None:
         self._param_groups = param_groups
@@ -24,6 +25,7 @@ class PostBackward:
         """Identities of the parameters that the last backward reduced; None before the first."""
 
     def install(self) -> None:
+        """Wrap `post_backward`. A second call has no effect."""
         for group in self._param_groups:
             vars(group)["post_backward"] = MethodType(self._run, group)
 
@@ -33,6 +35,7 @@ class PostBackward:
         self.install()
 
     def remove(self) -> None:
+        """Restore the method of the class."""
         self._needs_unused, self.reduced = lambda: False, None
         for group in self._param_groups:
             vars(group).pop("post_backward", None)
@@ -42,16 +45,16 @@ class PostBackward:
         group.reduce_scatter_unused_params = sends_unused = as_set or self._needs_unused()
         params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
         if group.reduce_grads and sends_unused:
-            READER.bring_to_one_dtype(params)
+            READER.bring_to_one_dtype(params)  # FSDP2 would refuse held gradients and zeros together
         sent = [p for p in params if is_held(p) or (sends_unused and p._unsharded_param.requires_grad)]
         self.reduced = {id(p) for p in sent}
         try:
             type(group).post_backward(group, *unused)
         finally:
-            group.reduce_scatter_unused_params = as_set
+            group.reduce_scatter_unused_params = as_set  # the user's setting
 
 
 def is_held(param: Any) -> bool:
-    """Whether FSDP2 has a full gradient of the parameter that it has not reduced."""
-    unsharded = getattr(param, "_unsharded_param", None)  # made in the first forward
+    """Whether FSDP2 holds a full gradient of the parameter, not yet reduced."""
+    unsharded = getattr(param, "_unsharded_param", None)  # exists from the first forward on
     return unsharded is not None and not (param.unsharded_accumulated_grad is unsharded.grad is None)

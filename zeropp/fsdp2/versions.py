@@ -1,9 +1,9 @@
-"""What is read of FSDP2, and what differs of it between versions of torch.
+"""The private parts of FSDP2 that zeropp uses, and their differences between versions of torch.
 
 [Note: Versions]
-`check` runs in every `find_units`, so before anything is changed: all that is read must be there and be of
-the type that we know. What differs between versions is in the two readers, and nowhere else. A version
-outside `TESTED` is warned about and used if the check passes.
+`check` runs in every `find_units`, before any change to the model: every used part must exist and have the
+known type. Differences between versions are in the two readers, and nowhere else. A version outside `TESTED`
+causes a warning, and works if the check passes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..comm import AllGather, ReduceScatter
 logger = logging.getLogger("zeropp")
 
 TESTED = ("2.13", "2.14", "2.15")
-TORCH: str = vars(torch)["__version__"]  # mypy cannot tell the type of torch.__version__ at module level
+TORCH: str = vars(torch)["__version__"]  # mypy has no type of torch.__version__ at module level
 VERSION = ".".join(TORCH.split(".")[:2])
 
 Parts = Mapping[str, type | tuple[type, ...]]
-"""What is read of something, and the type that it must have."""
+"""Attributes that zeropp uses of an object, and their expected types."""
 DISTRIBUTED: Parts = {"all_gather_single": FunctionType, "reduce_scatter_single": FunctionType}
 COLLECTIVES: Parts = {"DefaultAllGather": type, "DefaultReduceScatter": type}
 COMMON: Parts = {"FSDPMeshInfo": type}
@@ -70,7 +70,7 @@ GROUP: Parts = {
     "reduce_grads": bool,
     "reduce_scatter_unused_params": bool,
 }
-CONTEXT: Parts = {  # of the first forward on
+CONTEXT: Parts = {  # exists from the first forward on
     "_last_post_reduce_events": dict,
     "reduce_scatter_max_input_buffers": int,
     "reduce_scatter_states": list,
@@ -94,14 +94,14 @@ PARAM: Parts = {
 
 
 class ReaderOf213:
-    """torch 2.13 and 2.14: gradients are packed in the order of parameters, in the dtype of computing."""
+    """torch 2.13 and 2.14: gradients are packed in the order of parameters, in the compute dtype."""
 
     group: ClassVar[Parts] = {}
     param: ClassVar[Parts] = {
         "accumulate_unsharded_grad_if_needed": MethodType,
         "to_accumulated_grad_if_needed": MethodType,
     }
-    accumulates_apart: ClassVar[bool] = True  # what is not reduced is held in two places, not only in `.grad`
+    accumulates_apart: ClassVar[bool] = True  # unreduced gradients are in two places, not only `.grad`
 
     @staticmethod
     def reduce_order(group: Any) -> list[Any]:
@@ -113,10 +113,11 @@ class ReaderOf213:
 
     @staticmethod
     def bring_to_one_dtype(params: list[Any]) -> None:
-        """Bring gradients that FSDP2 holds to the reduce dtype, before it reduces unused parameters as zeros.
+        """Convert gradients to the reduce dtype before FSDP2 reduces unused parameters as zeros.
 
-        Gradients that FSDP2 has held are in the reduce dtype; fresh ones and zeros of unused parameters are
-        not. FSDP2 refuses to reduce them together (PyTorch issue 196996)."""
+        Gradients that FSDP2 has held are in the reduce dtype. New gradients and zeros of unused parameters
+        are not. FSDP2 refuses to reduce them together (PyTorch issue 196996).
+        """
         if all(p.unsharded_accumulated_grad is None for p in params):
             return
         for param in params:
@@ -128,8 +129,8 @@ class ReaderOf213:
 
 
 class ReaderOf215:
-    """torch 2.15: gradients follow each parameter's `grad_dtype`, and those of one dtype are packed together;
-    FSDP2 knows the order from the first forward on."""
+    """torch 2.15: each parameter has its `grad_dtype`, and gradients of one dtype are packed together. FSDP2
+    knows the order from the first forward on."""
 
     group: ClassVar[Parts] = {"_reduce_scatter_param_indices": list}
     param: ClassVar[Parts] = {"sharded_grad_dtype": (torch.dtype, type(None))}
@@ -137,51 +138,51 @@ class ReaderOf215:
 
     @staticmethod
     def reduce_order(group: Any) -> list[Any]:
-        known = group._reduce_scatter_param_indices or range(len(group.fsdp_params))  # a guess, if unknown
+        known = group._reduce_scatter_param_indices or range(len(group.fsdp_params))  # else a guess
         return [group.fsdp_params[index] for index in known]
 
     @staticmethod
     def bring_to_one_dtype(params: list[Any]) -> None:
-        """Nothing to do: FSDP2 does it."""
+        """No-op: FSDP2 converts them."""
 
     @staticmethod
     def gradient_dtype(param: Any) -> torch.dtype:
-        return param.sharded_grad_dtype or compute_dtype(param)  # None: as autograd makes them
+        return param.sharded_grad_dtype or compute_dtype(param)  # None: the dtype of autograd
 
 
 READER = ReaderOf213 if tuple(map(int, VERSION.split("."))) < (2, 15) else ReaderOf215
 
 
 def compute_dtype(param: Any) -> torch.dtype:
-    """What FSDP2 casts a parameter to when it gathers it."""
+    """Return the dtype to which FSDP2 casts a parameter when it gathers it."""
     cast_to, dtype = param.mp_policy.param_dtype, sharded_parameter(param).dtype
     return cast_to if cast_to and dtype.is_floating_point else dtype
 
 
 def sharded_parameter(param: Any) -> nn.Parameter:
-    """The sharded parameter as the module has it. Who assigns another one to the module (a loader that fills
-    a model on the meta device) tells FSDP2 nothing, which looks again in the first forward."""
+    """Return the sharded parameter of the module. It may differ from FSDP2's: a loader that fills a model on
+    the meta device assigns new parameters to the module, and FSDP2 reads them in the first forward."""
     info = param._module_info
-    is_sharded = param.sharded_state.name == "SHARDED"
+    is_sharded = param.sharded_state.name == "SHARDED"  # otherwise the module has the full parameter
     return getattr(info.module, info.param_name) if is_sharded else param.sharded_param  # type: ignore[no-any-return]
 
 
 def check(modules: list[FSDPModule]) -> None:
-    """Raise if FSDP2 is not as we know it; see [Note: Versions]."""
+    """Raise if this version of FSDP2 lacks a used part; see [Note: Versions]."""
     for name, example, parts in _what_is_read(modules):
         check_parts(name, example, parts)
     defaults = (collectives.DefaultAllGather, collectives.DefaultReduceScatter)
     for ours, theirs in zip((AllGather, ReduceScatter), defaults, strict=True):
         for method in ("allocate", "__call__"):
             known, given = (set(signature(getattr(c, method)).parameters) for c in (ours, theirs))
-            if new := given - known:
+            if new := given - known:  # FSDP2 would pass arguments that zeropp's comms do not take
                 _refuse([f"{theirs.__name__}.{method} has new parameters: {', '.join(sorted(new))}"])
     if VERSION not in TESTED:
         _warn_untested()
 
 
 def _what_is_read(modules: list[FSDPModule]) -> Iterator[tuple[str, Any, Parts]]:
-    """Everything that is read of FSDP2, from the outside in, with an example of each thing to look at."""
+    """Yield each used part of FSDP2, from the outside in: its name, an example, and its attributes."""
     yield "torch.distributed", torch.distributed, DISTRIBUTED
     yield "_fsdp_collectives", collectives, COLLECTIVES
     yield "_fsdp_common", common, COMMON
@@ -194,10 +195,11 @@ def _what_is_read(modules: list[FSDPModule]) -> Iterator[tuple[str, Any, Parts]]
             if isinstance(group.mesh_info, common.FSDPMeshInfo):
                 yield "FSDPMeshInfo", group.mesh_info, SHARD_MESH
             yield "FSDPParam", group.fsdp_params[0], {**PARAM, **READER.param}
-            return  # the others are made of the same classes
+            return  # all others have the same classes
 
 
 def check_parts(name: str, example: Any, parts: Parts) -> None:
+    """Raise if `example` lacks one of `parts`, or has it with another type."""
     if wrong := [text for path, kind in parts.items() if (text := _wrong(example, path, kind))]:
         _refuse([f"{name}.{text}" for text in wrong])
 

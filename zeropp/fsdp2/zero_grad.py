@@ -1,17 +1,19 @@
-"""What became of `.grad` while gradients are pending: dropped by zero_grad(), taken by a hook, or gone.
+"""Detection of a `.grad` that disappears while gradients are pending.
 
 [Note: Dropped or taken]
-Gradients accumulated without cross-node sync are a part of `.grad` that has not arrived yet. If `.grad`
-becomes None, they must go with it, or must not, and nothing about None says which:
+Gradients accumulated without cross-node sync (pending gradients) are a part of `.grad` that has not arrived
+yet. If `.grad` becomes None, they must be dropped (zero_grad) or kept (a hook consumed `.grad`). None alone
+does not show which:
 
-    zero_grad() drops them            we are told: `listen`, below. They are dropped at once.
-    a hook takes `.grad` in backward  it took zeros; they stay. We see it: `.grad` is None when backward ends.
-    anybody sets `.grad` to None      between two backwards: an error at the next one. Whether it was dropped
-                                      or taken is for the loop to say, by `drop_pending_gradients()`.
+    zero_grad()                        `listen`, below, reports it: pending gradients are dropped at once.
+    a hook takes `.grad` in backward   `.grad` is None when backward ends. The hook took zeros, so pending
+                                       gradients stay.
+    `.grad` = None between backwards   An error in the next backward. If `.grad` was dropped, the loop must
+                                       call `drop_pending_gradients()`.
 
-torch has hooks around step() and none around zero_grad(), so `Optimizer.zero_grad` and `Module.zero_grad` are
-wrapped by the first `apply`. An optimizer that overrides it without calling it falls under the
-third line. All of this is done by the training loop, on all ranks alike.
+torch has no hooks around zero_grad(), so the first `apply` wraps `Optimizer.zero_grad` and
+`Module.zero_grad`. An optimizer that overrides zero_grad() without a call of the base class falls under the
+third case. The training loop does all of this on all ranks alike.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from ..comm.reduce_scatter import Gradients
 
 
 class Listener(Protocol):
+    """An object that `listen` accepts. The protocol needs `__hash__` because listeners are in a WeakSet."""
+
     def gradients_zeroed(self, params: set[int]) -> None:
-        """zero_grad() ran for the parameters with these ids."""
+        """React to a zero_grad() of the parameters with these ids."""
 
     def __hash__(self) -> int: ...
 
@@ -39,13 +43,14 @@ _listeners: WeakSet[Listener] = WeakSet()
 
 
 def listen(listener: Listener) -> None:
-    """Call `listener.gradients_zeroed` after each zero_grad() in this process, for as long as it lives."""
+    """Call `listener.gradients_zeroed` after each zero_grad() in this process, while `listener` is alive."""
     _tell_of(Optimizer, lambda optimizer: (p for group in optimizer.param_groups for p in group["params"]))
     _tell_of(nn.Module, nn.Module.parameters)
     _listeners.add(listener)
 
 
 def _tell_of(owner: type, params_of: Callable[[Any], Iterable[Tensor]]) -> None:
+    """Wrap `owner.zero_grad`, once per process."""
     original: Any = owner.zero_grad  # type: ignore[attr-defined]
     if hasattr(original, "tells_zeropp"):
         return
@@ -63,29 +68,31 @@ def _tell_of(owner: type, params_of: Callable[[Any], Iterable[Tensor]]) -> None:
 
 
 class GradientWatch(Gradients):
-    """Checks that `.grad` of a unit's parameters is what the last backward left: [Note: Dropped or taken]."""
+    """Checks that `.grad` of a unit's parameters has not disappeared since the last backward:
+    [Note: Dropped or taken]."""
 
     def __init__(
         self, unit: str, params: Callable[[], list[nn.Parameter]], waits_for_next_use: Callable[[], bool]
     ) -> None:
         self._unit, self._params, self._waits_for_next_use = unit, params, waits_for_next_use
         self._had_grad: set[int] = set()
-        """Parameters that had a gradient when the last backward ended."""
+        """Identities of parameters with a gradient at the end of the last backward."""
         self._zeroed: set[int] = set()
-        """Parameters for which zero_grad() ran since."""
+        """Identities of parameters for which zero_grad() ran since then."""
 
     def waits_for_next_use(self) -> bool:
         return self._waits_for_next_use()
 
     def on_deferred(self) -> None:
         self._had_grad, self._zeroed = set(), set()
+        # Hooks that take `.grad` run later in this backward.
         Variable._execution_engine.queue_callback(self._at_end_of_backward)
 
     def _at_end_of_backward(self) -> None:
         self._had_grad = {id(p) for p in self._params() if p.grad is not None}
 
     def zeroed(self, params: set[int]) -> bool:
-        """zero_grad() ran for `params`. Returns whether it has now run for the whole unit."""
+        """Record a zero_grad() of `params`. Returns whether all trained parameters of the unit are zeroed."""
         self._zeroed |= params
         is_whole = all(id(p) in self._zeroed for p in self._params() if p.requires_grad)
         if is_whole:
@@ -93,6 +100,7 @@ class GradientWatch(Gradients):
         return is_whole
 
     def raise_if_gone(self) -> None:
+        # `_zeroed`, too: zero_grad(set_to_none=False) leaves zeros instead of None.
         if any(id(p) in self._had_grad and (p.grad is None or id(p) in self._zeroed) for p in self._params()):
             raise RuntimeError(
                 f".grad of unit '{self._unit}' is gone, in part or whole, since the last micro-batch without "
