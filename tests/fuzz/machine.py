@@ -239,7 +239,7 @@ class Machine:
             for half in (self.params[::2], self.params[1::2]):
                 torch.optim.SGD(half, lr=0.1).zero_grad()
         else:
-            self._zero_grad(how)
+            self._zero_grad(how, self._holds_back)
         self._plain_drops()
         return "done"
 
@@ -269,9 +269,10 @@ class Machine:
         finally:
             self.net.fails_in = None
         self.root.reset_iter_state()
+        holds_back = self._holds_back
         for unit in self.units:
             unit.drop_held_gradients()
-        self._zero_grad(zero)
+        self._zero_grad(zero, holds_back)
         return "done"
 
     def edit(self, block: str, how: str) -> str:
@@ -410,9 +411,13 @@ class Machine:
 
     # What they are made of.
 
-    def _zero_grad(self, how: str) -> None:
-        """Zeros stay None in FSDP2 where nothing was reduced, and not in zeropp."""
-        is_exact, holds_back = self.variant.family == "exact", self.pending or not self.syncs
+    @property
+    def _holds_back(self) -> bool:
+        """Whether gradients wait, or would: zeros stay None in FSDP2 where nothing was reduced, not in zeropp."""
+        return self.pending or not self.syncs
+
+    def _zero_grad(self, how: str, holds_back: bool) -> None:
+        is_exact = self.variant.family == "exact"
         self.optimizer.zero_grad(set_to_none=how == "none" or (is_exact and holds_back))
 
     def _optimizer(self, name: str) -> torch.optim.Optimizer:
