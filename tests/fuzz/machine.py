@@ -413,7 +413,7 @@ class Machine:
 
     @property
     def _holds_back(self) -> bool:
-        """Whether gradients wait, or would: zeros stay None in FSDP2 where nothing was reduced, not in zeropp."""
+        """Whether gradients wait, or would. FSDP2 leaves None where it reduced nothing, and zeropp zeros."""
         return self.pending or not self.syncs
 
     def _zero_grad(self, how: str, holds_back: bool) -> None:
