@@ -22,6 +22,7 @@ PUBLIC = "zeropp"
 
 MAY_KNOW_FSDP2 = {
     "zeropp/fsdp2/units.py": "is the adapter",
+    "zeropp/fsdp2/gradients.py": "is the part of it for gradients",
     "zeropp/fsdp2/versions.py": "has what differs of it between versions",
     "tests/fsdp2/test_units.py": "tests it, on FSDP2's own objects",
     "tests/fsdp2/test_versions.py": "takes parts of FSDP2 away",

@@ -15,6 +15,7 @@ ELSEWHERE = {
     "comm/wire": "comm/test_all_gather",  # hops, and what they count
     "_apply": "test_handle",  # what apply returns, and refuses
     "_file_lock": "quant/cpu/test_launch",  # kernels that two processes compile
+    "fsdp2/gradients": "fsdp2/test_units",
     "fsdp2/post_backward": "test_unused",  # parameters with and without gradients
     "_footprint": "test_accumulation",  # against the memory that is there
     "tools/process_exit": "test_ranks",  # ranks that a signal ends

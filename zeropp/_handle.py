@@ -203,13 +203,9 @@ class ZeroPP:
         """Restore the state that `state_dict` of this rank returned. Call it on every rank.
 
         Call it after loading the model, because loading weights drops zeropp's state. The tensors may be on
-        any device. A rank without a state passes None. If one rank cannot use its state (there is none, or it
-        is of another number of ranks, Config or version), no rank uses its own: the weights are sent again,
-        stored errors start at zero, and a warning gives the reason. If "auto" had chosen a Config, the search
-        does not run again.
-
-        Returns:
-            Whether the state is used; the same on every rank.
+        any device. A rank without a state passes None. If one rank cannot use its state (none, or of another
+        number of ranks, Config or version), no rank uses its own, and a warning gives the reason. If "auto"
+        had chosen a Config, the search does not run again. Returns whether the state is used, on every rank.
         """
         used = is_usable(self.unit_comms, state)
         usable = state if used and state is not None else {}
@@ -238,12 +234,10 @@ class ZeroPP:
                 model(batch).backward()
             optimizer.step()
 
-        `zero_grad()` of the model or its optimizers drops pending gradients, too. A hook that takes `.grad`
-        in backward gets zeros while sync is off, and the whole gradient in the last micro-batch. Between two
-        backwards `.grad` must stay: see [Note: Dropped or taken] in fsdp2/zero_grad.py. In a step with sync
-        off in some micro-batch, a parameter without a gradient gets zeros instead of None (as with FSDP2's
-        `set_reduce_scatter_unused_params`), because all micro-batches must have one buffer layout. In other
-        steps it gets None, as with FSDP2.
+        `zero_grad()` drops pending gradients, too. A hook that takes `.grad` in backward gets zeros while
+        sync is off. Between two backwards `.grad` must stay ([Note: Dropped or taken] in fsdp2/zero_grad.py).
+        In a step with sync off in some micro-batch, a parameter without a gradient gets zeros instead of
+        None, as with FSDP2's `set_reduce_scatter_unused_params`.
         """
         if not requires_sync:
             self._accumulate()
@@ -260,10 +254,9 @@ class ZeroPP:
                 model.set_requires_gradient_sync(i == len(micro_batches) - 1)
                 model(batch).backward()
 
-        Without this call, FSDP2's switch keeps its meaning: while it is off, nothing is reduced, not even
-        inside the node, and every rank holds the gradients of the whole model. On a flat route that remains
-        so. For micro-batches without sync, the ledger counts no reduction of 16-bit FSDP2, because FSDP2
-        would not reduce there. Ends with `remove()`.
+        Without this call, and on a flat route, FSDP2's switch keeps its meaning: nothing is reduced, and
+        every rank holds full gradients. The ledger counts no 16-bit FSDP2 for these micro-batches. Ends with
+        `remove()`.
         """
         if not self._handles:
             raise RuntimeError("follow_no_sync after remove(); call zeropp.apply(model, config)")
