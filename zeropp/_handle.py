@@ -69,9 +69,8 @@ class ZeroPP:
     def summary(self) -> str:
         """Return a table of the units as text: hops and codecs of each unit, or why it was left alone.
 
-        Bytes on this rank: "kept bytes" is the memory of the unit now, "will keep" the memory after a step,
-        and "pending" the additional memory in a step that accumulates without cross-node sync. Scratch, which
-        all units share, is not included: see `communication_bytes`.
+        Bytes on this rank: "kept bytes" now, "will keep" after a step, and "pending" in a step that accumulates
+        without cross-node sync. Scratch, which all units share, is not included (`communication_bytes`).
         """
         self._context.alarm.raise_if_any()
         return render(summary_table(self.unit_comms)) + ("" if self.search is None else self.search.table())
@@ -222,8 +221,7 @@ class ZeroPP:
 
         - Two hops: gradients are reduced inside the node only and add up there in fp32.
         - Flat route: nothing is reduced, and FSDP2 keeps full gradients (`set_requires_gradient_sync`). If
-          "auto" installed the flat route, every micro-batch is reduced, because full gradients may not fit
-          into memory.
+          "auto" chose it, every micro-batch is reduced: full gradients may not fit into memory.
         - HSDP that shards inside each node: FSDP2 leaves out the all-reduce (`set_requires_all_reduce`).
 
         Turn it on again before the backward of the last micro-batch. An optimizer step with pending gradients
@@ -311,19 +309,13 @@ class ZeroPP:
         evaluation without this context, compute with decoded weights (int8 by default). Enter it on every
         rank.
         """
-        installed = [
-            (comms.unit, comms.pair.all_gather) for comms in self.unit_comms if comms.pair is not None
-        ]
-        before = [all_gather.is_exact for _, all_gather in installed]
-        for unit, all_gather in installed:
-            unit.drop_gathered()  # FSDP2 may still hold decoded weights
-            all_gather.is_exact = True
+        units = [comms for comms in self.unit_comms if comms.pair is not None]
+        before = [comms.set_exact(True) for comms in units]
         try:
             yield
         finally:
-            for (unit, all_gather), was_exact in zip(installed, before, strict=True):
-                unit.drop_gathered()
-                all_gather.is_exact = was_exact
+            for comms, was_exact in zip(units, before, strict=True):
+                comms.set_exact(was_exact)
 
     def release(self) -> None:
         """Free node shards and scratch without `remove()`, while the model sleeps or is offloaded.

@@ -256,6 +256,13 @@ class CompressedUnit:
             self.unit.drop_early_gather()
             self.pair.all_gather.invalidate()
 
+    def set_exact(self, is_exact: bool) -> bool:
+        """Gather exact weights, or decoded ones again. Returns which of the two was set."""
+        assert self.pair is not None
+        self.unit.drop_gathered()  # FSDP2 may still hold the other kind
+        before, self.pair.all_gather.is_exact = self.pair.all_gather.is_exact, is_exact
+        return before
+
     # Memory
 
     def keeps(self) -> Footprint:
