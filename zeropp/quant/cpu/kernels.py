@@ -79,7 +79,7 @@ def encode_range(
 ) -> None:
     (_, block_size, is_rotated), (numel, tile_size, first, last) = fmt, work
     tiles = -(-numel // tile_size)
-    partial, rotated = np.empty(tile_size, source[0].dtype), np.empty(tile_size, float32)
+    partial, scratch = np.empty(tile_size, source[0].dtype), np.empty(tile_size, float32)
     extremes = np.empty(tile_size // block_size, float32)
     for index in range(first, last):
         row, begin = index // tiles, index % tiles * tile_size
@@ -87,18 +87,18 @@ def encode_range(
         tile, best = find_tile(out, row, fmt, numel, begin, count), pointer(extremes, 0)
         blocks = tile[2]
         x = pointer(source[0], source[1][row] + begin)
+        if count == tile_size and not is_rotated:
+            find_extremes(x, True, blocks, block_size, best)
+            encode_blocks(x, best, fmt, noise, (row, begin), limit, tile)
+            continue
         if count < tile_size:
             copy(x, count, pointer(partial, 0))
             x = pointer(partial, 0)
             pad(x, count, blocks * block_size)
-        if is_rotated:
-            values = pointer(rotated, 0)
-            rotate(x, count, blocks * block_size, values)
-            find_extremes(values, False, blocks, block_size, best)
-            encode_blocks(values, best, fmt, noise, (row, begin), limit, tile)
-        else:
-            find_extremes(x, True, blocks, block_size, best)
-            encode_blocks(x, best, fmt, noise, (row, begin), limit, tile)
+        values = pointer(scratch, 0)
+        rotate(x, count if is_rotated else 0, blocks * block_size, values)
+        find_extremes(values, False, blocks, block_size, best)
+        encode_blocks(values, best, fmt, noise, (row, begin), limit, tile)
 
 
 @kernel
@@ -120,22 +120,27 @@ def decode_range(
         count = min(tile_size, numel - begin)
         in_row = pointer(out[0], out[1][row] + begin)
         prefetch(in_row, count, True)
-        values, sums = in_row, pointer(total, 0)
+        sums = pointer(total, 0)
+        tile = find_tile(encoded, row, fmt, numel, begin, count)
+        if count == tile_size and not is_rotated:
+            sum_blocks(tile, senders, fmt, factor, accumulate, sums, in_row)
+            continue
+        sum_blocks(tile, senders, fmt, factor, False, sums, sums)
+        values = in_row
         if count < tile_size:
             values = pointer(partial, 0)
             if accumulate:
                 copy(in_row, count, values)
-        tile = find_tile(encoded, row, fmt, numel, begin, count)
-        if not is_rotated:
-            sum_blocks(tile, senders, fmt, factor, accumulate, sums, values)
+        if is_rotated and not accumulate:
+            unrotate(sums, count, limit, values)
         else:
-            sum_blocks(tile, senders, fmt, factor, False, sums, sums)
-            if accumulate:
+            if is_rotated:
                 unrotate(sums, count, limit, sums)
-                for i in range(0, count, LANES):
-                    store(plus(load(pointer(values, i)), load(pointer(sums, i))), pointer(values, i))
-            else:
-                unrotate(sums, count, limit, values)
+            for i in range(0, count, LANES):
+                added = load(pointer(sums, i))
+                if accumulate:
+                    added = plus(load(pointer(values, i)), added)
+                store(added, pointer(values, i))
         if count < tile_size:
             copy(values, count, in_row)
 
@@ -196,7 +201,7 @@ def pad(x: Pointer, count: int, size: int) -> None:
 
 @inlined
 def rotate(x: Pointer, count: int, size: int, out: Pointer) -> None:
-    """Rotate the whole groups of `count` elements, and copy the rest of `size`."""
+    """Rotate the whole groups of `count` elements, and copy the rest of `size` elements."""
     whole = count // GROUP * GROUP
     for i in range(0, whole, GROUP):
         prefetch(pointer(x, i), GROUP, False)
