@@ -305,9 +305,8 @@ class ZeroPP:
     def exact_weights(self) -> Iterator[None]:
         """Gather exact weights with FSDP2's own collective inside the `with` block.
 
-        An evaluation in it uses the weights that a checkpoint holds, to the last bit. Training, and an
-        evaluation without this context, compute with decoded weights (int8 by default). Enter it on every
-        rank.
+        An evaluation in it uses the weights that a checkpoint holds, to the last bit; training computes with
+        decoded weights (int8 by default). Enter it on every rank.
         """
         units = [comms for comms in self.unit_comms if comms.pair is not None]
         before = [comms.set_exact(True) for comms in units]
