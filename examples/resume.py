@@ -46,7 +46,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
         targets = torch.randint(CLASSES, (BATCH,), generator=generator)
         inputs = torch.randn(BATCH, WIDTH, generator=generator) + 4 * F.one_hot(targets, WIDTH)
         loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -55,7 +55,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
 
 def save(folder: Path, model: nn.Module, zpp: zeropp.ZeroPP, optimizer: Optimizer) -> None:
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)  # type: ignore[attr-defined]
     # zeropp's state belongs to its rank: DCP could not shard it again for another number of ranks.
     if zpp.has_history:
         torch.save(zpp.state_dict(), folder / f"zeropp-{dist.get_rank()}.pt")
@@ -63,7 +63,7 @@ def save(folder: Path, model: nn.Module, zpp: zeropp.ZeroPP, optimizer: Optimize
 
 def load(folder: Path, model: nn.Module, zpp: zeropp.ZeroPP, optimizer: Optimizer) -> None:
     weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     zpp.invalidate()  # DCP wrote into the weights directly, which no hook of zeropp sees
     # Load zeropp's state after the weights: new weights reset it. A rank without a file passes None.
