@@ -69,8 +69,8 @@ class ZeroPP:
     def summary(self) -> str:
         """Return a table of the units as text: hops and codecs of each unit, or why it was left alone.
 
-        Bytes on this rank: "kept bytes" now, "will keep" after a step, and "pending" in a step that accumulates
-        without cross-node sync. Scratch, which all units share, is not included (`communication_bytes`).
+        Bytes on this rank: "kept bytes" now, "will keep" after a step, and "pending" in a step that
+        accumulates without cross-node sync. Scratch, shared by all units, is in `communication_bytes` only.
         """
         self._context.alarm.raise_if_any()
         return render(summary_table(self.unit_comms)) + ("" if self.search is None else self.search.table())

@@ -34,7 +34,8 @@ def _pairs(ordered: Tensor, consecutive: Tensor, order: RowOrder) -> Iterator[tu
         yield ordered, consecutive
     elif width := transposed_width(tuple(order)):
         shape = (len(order) // width, width)
-        yield ordered.unflatten(0, shape).transpose(0, 1), consecutive.unflatten(0, shape[::-1])
+        by_line, by_column = ordered.view(*shape, ordered.shape[1]), shape[::-1]
+        yield by_line.transpose(0, 1), consecutive.view(*by_column, consecutive.shape[1])
     else:
         for k, row in enumerate(order):
             yield ordered[row], consecutive[k]

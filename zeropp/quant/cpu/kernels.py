@@ -52,7 +52,7 @@ from .simd import (
 )
 
 # Of simd.py; see [Note: Cache].
-INLINED_SHA256 = "f37a850873539e42a989d65bb069a81525956213fc27297c461130c9acc66d67"
+INLINED_SHA256 = "fc54acba5bbf4113e32916b68c72ef0add7def772170b8945a0581e1c4a65593"
 
 Array = NDArray[Any]
 Pointer = Any  # to the first of several elements: indexed like an array, unchecked

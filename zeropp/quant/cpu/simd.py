@@ -87,7 +87,11 @@ def instruction(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]],
 # Memory.
 
 
-@intrinsic
+def _untyped(generator: Callable[..., Any]) -> Any:
+    return intrinsic(generator)
+
+
+@_untyped
 def pointer(typing_context: Any, values: Any, index: Any) -> Any:
     """A pointer to an element of an array, which must outlive it, or to one after another pointer's."""
 
@@ -102,7 +106,7 @@ def pointer(typing_context: Any, values: Any, index: Any) -> Any:
 @instruction(types.intp, None)
 def item_bytes(builder: Any, given: Any, values: Any) -> Any:
     """Size of an element that a pointer points to."""
-    return ir.IntType(types.intp.bitwidth)(given[0].dtype.bitwidth // 8)
+    return ir.IntType(types.intp.bitwidth)(given[0].dtype.bitwidth // 8)  # type: ignore[attr-defined]
 
 
 @instruction(types.void, None, types.intp, None)
