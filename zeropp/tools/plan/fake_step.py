@@ -57,7 +57,8 @@ class Recording:
     layers_are_alike: bool
     """Whether all layers of the whole model have the same modules, settings and shapes."""
     comm_thread_bytes: int
-    """Additional memory if CPU threads communicate: see [Note: Memory of late gradients] in cpu/late_gradients.py."""
+    """Additional memory if CPU threads communicate: see [Note: Memory of late gradients] in
+    cpu/late_gradients.py."""
 
 
 def record_step(scenario: Scenario, strategy: Strategy, layers: int | None = None) -> Recording:

@@ -12,9 +12,9 @@ concurrently. A flat ring uses both kinds of links, and the slower one decides.
 With `overlap`, communication and compute run concurrently, as on FSDP2's streams. Codec kernels run on the
 streams of the communication, and slow compute down by their own time.
 Without `overlap`, one thread runs everything in the order of the program and waits for each collective. This
-is FSDP2 with gloo on a CPU. (zeropp's Configs overlap there, too: cpu/comm_threads.py.) The thread encodes one
-chunk while another one is on the wire, and nothing else is concurrent. The same cores move the bytes, which
-costs the thread `host_ns_per_byte`.
+is FSDP2 with gloo on a CPU. (zeropp's Configs overlap there, too: cpu/comm_threads.py.) The thread encodes
+one chunk while another one is on the wire, and nothing else is concurrent. The same cores move the bytes,
+which costs the thread `host_ns_per_byte`.
 """
 
 from __future__ import annotations
