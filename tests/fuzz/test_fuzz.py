@@ -35,6 +35,13 @@ FAILED_ONCE = {
             *(("backward", "a"), ("step", "plain"), ("evaluate", "abc", "no_grad")),
         ),
     ),
+    "an older gradient of a frozen parameter was taken for a gradient that was read too early": Program(
+        *("cross", "default", True),
+        actions=(
+            *(("freeze", "c", "bias"), ("backward", "abc"), ("step", "plain")),
+            *(("freeze", "c", "all"), ("backward", "a")),
+        ),
+    ),
     "memory of stored errors was computed from the parameters of the last backward": Program(
         *("follow", "stochastic", False),
         actions=(("step", "closure"), ("set_config", "four_bit"), ("sync", False)),

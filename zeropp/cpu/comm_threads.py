@@ -27,7 +27,7 @@ rank, so it completes.
 A comm thread ends when it has no transfer left; the next transfer starts another one. Whoever submits a
 transfer waits for it before the step ends, so nothing runs when a process group is destroyed, after
 `remove()` or at exit. After an error, transfers may still run. They complete: the other ranks send what they
-need before they wait for this rank. The exit waits a few seconds for them, because a thread that returns from
+need before they wait for this rank. The exit waits up to half a minute for them, because a thread that returns from
 gloo while Python finalizes ends the process with SIGABRT instead of the error's exit code. The thread is a
 daemon, so the exit waits no longer. For the same reason the exit waits for a thread that has no transfer left
 but has not ended: it frees the last work, and torch releases the interpreter lock meanwhile.
@@ -56,7 +56,7 @@ Direction = Literal["gather", "reduce"]
 COLLECTIVE: dict[Direction, Collective] = {"gather": "all_gather", "reduce": "reduce_scatter"}
 MAX_TRANSFERS = 2
 """Transfers of one thread that run at the same time."""
-EXIT_SECONDS = 5.0
+EXIT_SECONDS = 30.0
 """How long the exit of a process waits for transfers; see [Note: Life of a thread]."""
 
 
@@ -162,7 +162,7 @@ class CommThread:
         return work
 
     def join(self) -> None:
-        """Wait a few seconds for transfers; see [Note: Life of a thread]."""
+        """Wait for transfers, up to `EXIT_SECONDS`; see [Note: Life of a thread]."""
         if self._thread is not None:
             self._thread.join(EXIT_SECONDS)
 

@@ -121,7 +121,8 @@ class UnitGradients:
     def check_gradients_are_of(self, output: Tensor) -> None:
         """Raise if `.grad` is no view of `output`: FSDP2 has then read it before the reduction wrote it."""
         place = output.untyped_storage().data_ptr()
-        gradients = [p.sharded_param.grad for p in self._fsdp_params]
+        trained = [p for p in map(sharded_parameter, self._fsdp_params) if p.requires_grad]
+        gradients: list[Any] = [p.grad for p in trained]  # a frozen parameter may have an older one
         for gradient in (g._local_tensor for g in gradients if g is not None):
             if gradient.numel() and gradient.untyped_storage().data_ptr() != place:
                 raise RuntimeError(
