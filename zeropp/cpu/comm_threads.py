@@ -27,10 +27,10 @@ rank, so it completes.
 A comm thread ends when it has no transfer left; the next transfer starts another one. Whoever submits a
 transfer waits for it before the step ends, so nothing runs when a process group is destroyed, after
 `remove()` or at exit. After an error, transfers may still run. They complete: the other ranks send what they
-need before they wait for this rank. The exit waits up to half a minute for them, because a thread that returns from
-gloo while Python finalizes ends the process with SIGABRT instead of the error's exit code. The thread is a
-daemon, so the exit waits no longer. For the same reason the exit waits for a thread that has no transfer left
-but has not ended: it frees the last work, and torch releases the interpreter lock meanwhile.
+need before they wait for this rank. The exit waits up to half a minute for them, because a thread that
+returns from gloo while Python finalizes ends the process with SIGABRT instead of the error's exit code. The
+thread is a daemon, so the exit waits no longer. For the same reason the exit waits for a thread that has no
+transfer left but has not ended: it frees the last work, and torch releases the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
