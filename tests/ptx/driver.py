@@ -3,9 +3,9 @@
     with ptx_devices("sm_80", "sm_90"):     # devices 0 and 1
         launch.encode(fmt, source, out)     # on CPU tensors
 
-All that Triton does before the device is its own: which arguments are constants, divisible by 16 or not looked
-at, the compiled kernels that it keeps, ptxas. Of CUDA it has the limits on a grid, on shared memory, and on the
-widths of arguments.
+Triton itself does all that comes before the device: it decides which arguments are constants, divisible by 16,
+or not specialized; it compiles, runs ptxas, and keeps compiled kernels. The driver has CUDA's limits on a grid,
+on shared memory, and on the widths of arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -99,14 +99,18 @@ class PtxDriver(GPUDriver):  # type: ignore[misc]
     def get_benchmarker(self) -> Any:
         raise NotImplementedError
 
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Any, int, int, int]:
+    def load_binary(
+        self, name: str, binary: bytes, shared: int, device: int
+    ) -> tuple[Any, Any, int, int, int]:
         """Module, function, registers, spills and the most threads. The function is hash and PTX."""
         digest, text = self.loaded
         return None, (digest, self.change(text)), 0, 0, MAX_THREADS
 
     # Hooks of Triton.
 
-    def before_load(self, module: Any, function: Any, name: str, files: Mapping[str, str], digest: str) -> None:
+    def before_load(
+        self, module: Any, function: Any, name: str, files: Mapping[str, str], digest: str
+    ) -> None:
         """The files that Triton has made of a kernel; a driver is given the machine code only."""
         (path,) = (Path(file) for each, file in files.items() if each.endswith(".ptx"))
         self.loaded = digest, path.read_text()
@@ -120,9 +124,7 @@ class Launcher:
         self.metadata = metadata
         self.driver: PtxDriver = triton.runtime.driver.active
 
-    def __call__(
-        self, x: int, y: int, z: int, stream: int, function: tuple[str, str], *others: Any
-    ) -> None:
+    def __call__(self, x: int, y: int, z: int, stream: int, function: tuple[str, str], *others: Any) -> None:
         arguments = others[4:]
         digest, text = function
         grid = _checked_grid(x, y, z)
@@ -130,9 +132,7 @@ class Launcher:
         self._check(kernel)
         kinds = self.signature.values()
         given = [
-            (kind, argument)
-            for kind, argument in zip(kinds, arguments, strict=True)
-            if kind != "constexpr"
+            (kind, argument) for kind, argument in zip(kinds, arguments, strict=True) if kind != "constexpr"
         ]
         tensors = [argument for _, argument in given if isinstance(argument, Tensor)]
         bits = [_argument_bits(kind, argument) for kind, argument in given]
@@ -144,7 +144,9 @@ class Launcher:
     def _check(self, kernel: Kernel) -> None:
         metadata = self.metadata
         if kernel.threads != metadata.num_warps * 32:
-            raise LaunchError(f"{kernel.threads} threads in the PTX, {metadata.num_warps} warps in the launch")
+            raise LaunchError(
+                f"{kernel.threads} threads in the PTX, {metadata.num_warps} warps in the launch"
+            )
         unused = (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.num_ctas - 1)
         if any(unused) or metadata.launch_cooperative_grid or metadata.launch_pdl:
             raise LaunchError("scratch memory, clusters and cooperative grids are not run here")

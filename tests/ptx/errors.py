@@ -5,23 +5,23 @@ class PtxError(Exception):
     """A program that the interpreter does not run."""
 
 
-class UnknownInstruction(PtxError):
+class UnknownInstructionError(PtxError):
     """Syntax, an instruction or a modifier outside the subset of docs/ptx.md."""
 
 
-class UnwrittenValue(PtxError):
+class UnwrittenValueError(PtxError):
     """A value that was never written reaches memory, an address, a predicate or a branch."""
 
 
-class BadAccess(PtxError):
+class BadAccessError(PtxError):
     """An access outside the tensors of the launch or outside shared memory, or a misaligned one."""
 
 
-class Race(PtxError):
+class RaceError(PtxError):
     """Two threads touch the same byte, at least one writes, and no barrier is between them."""
 
 
-class Divergence(PtxError):
+class DivergenceError(PtxError):
     """Threads disagree where all have to agree: in a branch, a shuffle, a barrier."""
 
 

@@ -1,6 +1,6 @@
 """IEEE arithmetic on bits, as NVIDIA's instructions do it: to nearest even, subnormals kept, one NaN.
 
-Arrays hold bits (uint16, uint32). NumPy computes each operation in its own format, on the CPU, and rounds once.
+Arrays hold bits (uint16, uint32). NumPy computes an operation in the format of its operands, and rounds once.
 """
 
 from __future__ import annotations

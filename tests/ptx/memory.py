@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .errors import BadAccess, Race
+from .errors import BadAccessError, RaceError
 
 Index = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -97,13 +97,15 @@ class GlobalMemory:
         address, thread = address[order], thread[order]
         twice = (address[1:] == address[:-1]) & (thread[1:] != thread[:-1])
         if twice.any():
-            raise Race(f"two threads write the global byte at {address[1:][twice][0]:#x}")
+            raise RaceError(f"two threads write the global byte at {address[1:][twice][0]:#x}")
         if self._reads:
             read, reader = _together(self._reads)
             at = np.minimum(np.searchsorted(address, read), len(address) - 1)
             other = (address[at] == read) & (thread[at] != reader)
             if other.any():
-                raise Race(f"a thread reads the global byte at {read[other][0]:#x}, another one writes it")
+                raise RaceError(
+                    f"a thread reads the global byte at {read[other][0]:#x}, another one writes it"
+                )
 
     def _find(self, address: Index, count: int) -> list[tuple[NDArray[np.bool_], Index, Bytes]]:
         """For each region: the accesses to it, and where in its memory they are."""
@@ -115,7 +117,9 @@ class GlobalMemory:
                 found.append((chosen, address[chosen] - region.start, memory))
                 missing &= ~chosen
         if missing.any():
-            raise BadAccess(f"{count} bytes at {address[missing][0]:#x} are not all in one tensor of the launch")
+            raise BadAccessError(
+                f"{count} bytes at {address[missing][0]:#x} are not all in one tensor of the launch"
+            )
         return found
 
     @staticmethod
@@ -131,7 +135,9 @@ def _together(log: list[tuple[Index, Index]]) -> tuple[Index, Index]:
 def check_alignment(space: str, address: Index, count: int) -> None:
     wrong = address % count != 0
     if wrong.any():
-        raise BadAccess(f"{count} bytes of {space} memory at {address[wrong][0]:#x}, no multiple of {count}")
+        raise BadAccessError(
+            f"{count} bytes of {space} memory at {address[wrong][0]:#x}, no multiple of {count}"
+        )
 
 
 class SharedMemory:
@@ -169,7 +175,7 @@ class SharedMemory:
         self._data[at], self._unwritten[at] = data, unwritten
         together = self._writer[at] != by
         if (together & (self._data[at] != data)).any():
-            raise Race("two threads store different values at one shared byte, in one instruction")
+            raise RaceError("two threads store different values at one shared byte, in one instruction")
         self._writer[at[together]] = SEVERAL
 
     def _positions(self, program: Index, address: Index, count: int) -> Index:
@@ -177,13 +183,13 @@ class SharedMemory:
         offset = address - SHARED_START
         outside = (offset < 0) | (offset + count > self.size)
         if outside.any():
-            raise BadAccess(f"{count} shared bytes at {offset[outside][0]} of {self.size}")
+            raise BadAccessError(f"{count} shared bytes at {offset[outside][0]} of {self.size}")
         return each_byte(program * self.size + offset, count)
 
     def _check_race(self, at: Index, other: Index, by: Index, now: str, before: str) -> None:
         raced = (other != NOBODY) & (other != by)
         if raced.any():
-            raise Race(
+            raise RaceError(
                 f"a thread {now} shared byte {at[raced][0] % self.size}, another one {before} it, and no "
                 "barrier is between them"
             )

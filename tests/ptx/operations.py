@@ -31,6 +31,8 @@ class Operation:
     any_register: bool = False
     """Registers may be wider than the operands: the low bits are read, the result is extended."""
     signed_result: bool = False
+    parts: int = 1
+    """Independent numbers in each operand and in the result."""
 
 
 Family = Callable[[re.Match[str]], Operation]
@@ -245,7 +247,7 @@ def _float_pair(match: re.Match[str]) -> Operation:
         pairs = [np.ascontiguousarray(x).view(np.uint32).reshape(-1, 2) for x in (a, b)]
         return np.ascontiguousarray(floats.arithmetic(match[1], *pairs)).view(np.uint64).reshape(-1)
 
-    return Operation((64, 64), 64, compute)
+    return Operation((64, 64), 64, compute, parts=2)
 
 
 @family(r"(add|sub)\.rn\.f32\.(f16|bf16)")
@@ -262,7 +264,9 @@ def _float_extreme(match: re.Match[str]) -> Operation:
 
 @family(r"(neg|abs)\.f32")
 def _float_sign(match: re.Match[str]) -> Operation:
-    return Operation((32,), 32, (lambda a: a ^ floats.SIGN) if match[1] == "neg" else lambda a: a & floats.MAGNITUDE)
+    return Operation(
+        (32,), 32, (lambda a: a ^ floats.SIGN) if match[1] == "neg" else lambda a: a & floats.MAGNITUDE
+    )
 
 
 @family(r"setp\.((?:eq|ne|lt|le|gt|ge)u?|num|nan)\.f32")

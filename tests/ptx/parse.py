@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .errors import UnknownInstruction
+from .errors import UnknownInstructionError
 
 REGISTER_BITS = {"pred": 1, "b8": 8, "b16": 16, "b32": 32, "b64": 64}
 PARAMETER_BYTES = {"u8": 1, "u16": 2, "u32": 4, "f32": 4, "b32": 4, "u64": 8, "b64": 8}
@@ -92,11 +92,15 @@ def parse(text: str) -> Kernel:
     text = IGNORED_LINE.sub("", COMMENT.sub("", text))
     entries = list(ENTRY.finditer(text))
     if len(entries) != 1 or ".func" in text:
-        raise UnknownInstruction(f"{len(entries)} kernels, or functions; expected one kernel and no function")
+        raise UnknownInstructionError(
+            f"{len(entries)} kernels, or functions; expected one kernel and no function"
+        )
     name, parameters, directives = entries[0].groups()
     threads = re.fullmatch(r"\s*\.reqntid\s+(\d+)\s*(\.maxnreg\s+\d+\s*)?", directives)
     if threads is None:
-        raise UnknownInstruction(f"directives of the kernel are {directives.strip()!r}; expected .reqntid")
+        raise UnknownInstructionError(
+            f"directives of the kernel are {directives.strip()!r}; expected .reqntid"
+        )
     body = _Body(_up_to_closing_brace(text[entries[0].end() :]))
     return Kernel(
         name,
@@ -115,7 +119,7 @@ def _up_to_closing_brace(text: str) -> str:
         depth += (character == "{") - (character == "}")
         if depth == 0:
             return text[:position]
-    raise UnknownInstruction("the body of the kernel has no closing brace")
+    raise UnknownInstructionError("the body of the kernel has no closing brace")
 
 
 def _parse_parameters(text: str) -> dict[str, int]:
@@ -123,7 +127,7 @@ def _parse_parameters(text: str) -> dict[str, int]:
     for declaration in filter(None, map(str.strip, text.split(","))):
         match = PARAMETER.match(declaration)
         if match is None or match[1] not in PARAMETER_BYTES:
-            raise UnknownInstruction(f"parameter {declaration!r}")
+            raise UnknownInstructionError(f"parameter {declaration!r}")
         parameters[match[2]] = PARAMETER_BYTES[match[1]]
     return parameters
 
@@ -157,18 +161,18 @@ class _Body:
     def _declare(self, statement: str) -> None:
         match = DECLARATION.match(statement)
         if match is None or match[1] not in REGISTER_BITS:
-            raise UnknownInstruction(f"declaration {statement!r}")
+            raise UnknownInstructionError(f"declaration {statement!r}")
         kind, name, count = match.groups()
         names = [name] if count is None else [f"{name}{index}" for index in range(int(count))]
         for each in names:
             if each in self.registers:
-                raise UnknownInstruction(f"register {each} is declared twice")
+                raise UnknownInstructionError(f"register {each} is declared twice")
             self.registers[each] = Register(each, REGISTER_BITS[kind])
 
     def _parse(self, statement: str) -> Instruction:
         match = STATEMENT.match(statement)
         if match is None:
-            raise UnknownInstruction(f"statement {statement!r}")
+            raise UnknownInstructionError(f"statement {statement!r}")
         negated, guard, opcode, rest = match.groups()
         return Instruction(
             opcode,
@@ -186,7 +190,7 @@ class _Body:
             base, _, offset = text[1:-1].partition("+")
             start = self._parse_operand(base)
             if not isinstance(start, Register | Symbol):
-                raise UnknownInstruction(f"address {text}")
+                raise UnknownInstructionError(f"address {text}")
             return Address(start, int(offset or "0", 0))
         if text == "_":
             return Sink()
@@ -202,5 +206,5 @@ class _Body:
 
     def _register(self, name: str) -> Register:
         if name not in self.registers:
-            raise UnknownInstruction(f"register {name} is not declared")
+            raise UnknownInstructionError(f"register {name} is not declared")
         return self.registers[name]

@@ -1,0 +1,70 @@
+"""Values of registers: bits in every lane, and which of them were never written.
+
+[Note: Unwritten values]
+A register, or a byte of shared memory, that was never written makes every result unwritten that is computed
+from it, in that thread. It is an error where it would show: stored to global memory, in an address, a
+predicate or a branch. So lanes that compute with nothing and whose results nobody uses are allowed; Triton
+emits such code: a reduction over four warps shuffles 32 lanes, of which four hold a value, and a sum of pairs
+(f32x2) may use one half.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .floats import Bits
+from .operations import SIGNED, UNSIGNED, pack, unpack
+
+Mask: TypeAlias = NDArray[np.bool_] | None
+"""The lanes that execute an instruction. None: all."""
+
+
+@dataclass(frozen=True)
+class Value:
+    bits: Bits
+    """[lanes], or [1] if all lanes have the same."""
+    unwritten: Bits | None = None
+    """A mask of the bits that were never written, of the same dtype. None: there are none."""
+
+    @property
+    def missing(self) -> Bits:
+        return np.zeros(1, self.bits.dtype) if self.unwritten is None else self.unwritten
+
+
+@functools.cache
+def never_written(bits: int) -> Value:
+    zeros = np.zeros(1, UNSIGNED[bits])
+    return Value(zeros, ~zeros)
+
+
+def extended(bits: Bits, width: int, wider: int, signed: bool) -> Bits:
+    """With zeros, or with the sign."""
+    if not signed:
+        return bits.astype(UNSIGNED[wider])
+    return bits.view(SIGNED[width]).astype(SIGNED[wider]).view(UNSIGNED[wider])
+
+
+def unwritten_results(values: Sequence[Value], kind: type[np.generic], parts: int) -> Bits | None:
+    """All bits of each part of a result that an unwritten bit of the same part of a source contributes to."""
+    masks = [value.unwritten for value in values if value.unwritten is not None]
+    if not masks:
+        return None
+    if parts == 1:
+        missing = functools.reduce(np.logical_or, (mask != 0 for mask in masks))
+        return all_or_no_bits(missing, kind)
+    width = 8 * np.dtype(kind).itemsize
+    each = [
+        functools.reduce(np.bitwise_or, same)
+        for same in zip(*(unpack(m, width, parts) for m in masks), strict=True)
+    ]
+    return pack([all_or_no_bits(part != 0, UNSIGNED[width // parts]) for part in each], width)
+
+
+def all_or_no_bits(missing: Bits, kind: type[np.generic]) -> Bits:
+    return np.where(missing, ~np.zeros(1, kind), np.zeros(1, kind))
