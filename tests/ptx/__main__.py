@@ -1,6 +1,6 @@
 """Random cases of the GPU kernels, compiled for three targets, in the interpreter of PTX.
 
-    python -m tests.ptx --cases 1000 --seed 1
+python -m tests.ptx --cases 1000 --seed 1
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from collections import Counter
 
 from .cases import make_case, run_case
 from .driver import TARGETS, ptx_devices
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def main() -> int:
@@ -33,13 +38,13 @@ def main() -> int:
                 run_case(case, driver)
             except Exception as error:
                 failures += 1
-                print(f"{case}\n    {type(error).__name__}: {error}", flush=True)
+                _say(f"{case}\n    {type(error).__name__}: {error}")
             if (number + 1) % 50 == 0:
                 kernels = len({run.kernel for run in driver.runs})
                 seconds = time.monotonic() - start
-                print(f"{number + 1} cases, {kernels} kernels, {failures} failed, {seconds:.0f} s", flush=True)
+                _say(f"{number + 1} cases, {kernels} kernels, {failures} failed, {seconds:.0f} s", flush=True)
     for name, count in sorted(counts.items()):
-        print(f"{count:5} {name}")
+        _say(f"{count:5} {name}")
     return failures
 
 

@@ -61,7 +61,7 @@ class Case:
     """Seed of the values."""
 
     def __str__(self) -> str:
-        return f"make_case({self.seed}, {self.target!r}): {self}"
+        return f"make_case({self.seed}, {self.target!r}): {self!r}"
 
     @property
     def axes(self) -> Iterator[tuple[str, object]]:
@@ -77,8 +77,9 @@ class Case:
             yield "random", (self.into.stochastic, self.offset > 2**32)
         if self.operation == "recode":
             yield "into", (self.into.bits, self.into.rotate - self.fmt.rotate)
-            yield "blocks", (self.into.block_size > self.fmt.block_size) - (
-                self.into.block_size < self.fmt.block_size
+            yield (
+                "blocks",
+                (self.into.block_size > self.fmt.block_size) - (self.into.block_size < self.fmt.block_size),
             )
         else:
             yield "dtype", self.dtype
@@ -126,7 +127,11 @@ def _draw_format(draw: random.Random) -> BlockFormat:
 
 
 def _draw_numel(draw: random.Random) -> int:
-    sizes = [draw.choice(AWKWARD_SIZES[1:]), draw.randint(1, MAX_NUMEL), 16 * draw.randint(1, MAX_NUMEL // 16)]
+    sizes = [
+        draw.choice(AWKWARD_SIZES[1:]),
+        draw.randint(1, MAX_NUMEL),
+        16 * draw.randint(1, MAX_NUMEL // 16),
+    ]
     return draw.choice(sizes)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .errors import PtxError, UnknownInstructionError, UnwrittenValueError
 from .floats import Bits
-from .memory import SHARED_START, GlobalMemory, Index, SharedMemory
+from .memory import SHARED_START, GlobalMemory, Index, SharedMemory, Threads
 from .operations import UNSIGNED, Operation
 from .parse import Address, Immediate, Instruction, Kernel, Operand, Register, Sink, Special, Symbol
 from .steps import WARP, Step, find_step
@@ -60,20 +60,20 @@ class Batch:
         threads = self.kernel.threads
         self.lanes = len(programs) * threads
         self.thread = (programs[:, None] * threads + np.arange(threads)).ravel()
-        self.program = np.repeat(np.arange(len(programs)), threads)
-        self.shared = SharedMemory(len(programs), launch.shared_bytes)
+        self.program = np.repeat(programs, threads)
+        self.shared = SharedMemory(programs, launch.shared_bytes)
         x, y, _ = launch.grid
-        everyone = np.repeat(programs, threads)
         self.special = {
             "%tid.x": self.thread % threads,
             "%laneid": self.thread % WARP,
             "%ntid.x": np.array([threads]),
-            "%ctaid.x": everyone % x,
-            "%ctaid.y": everyone // x % y,
-            "%ctaid.z": everyone // (x * y),
+            "%ctaid.x": self.program % x,
+            "%ctaid.y": self.program // x % y,
+            "%ctaid.z": self.program // (x * y),
         }
         self.registers: dict[str, Value] = {}
         self.next = 0
+        self.barriers = 0
 
     def run(self, steps: Sequence[Step]) -> None:
         for _ in range(MAX_STEPS):
@@ -178,27 +178,36 @@ class Batch:
 
     def load(self, space: str, address: Index, count: int, width: int, guard: Mask) -> Value:
         """[lanes, count] numbers of `width` bits; zeros outside the guard."""
-        lanes = slice(None) if guard is None else guard
+        lanes = self._executing(guard)
         data, unwritten = np.zeros((2, self.lanes, count * width // 8), np.uint8)
-        thread = self.thread[lanes]
+        threads, at = self._threads(lanes), address[lanes]
         if space == "global":
-            data[lanes] = self.memory.load(address[lanes], data.shape[1], thread)
+            data[lanes] = self.memory.load(at, data.shape[1], threads)
         else:
-            program = self.program[lanes]
-            data[lanes], flags = self.shared.load(program, address[lanes], data.shape[1], thread)
+            data[lanes], flags = self.shared.load(at, data.shape[1], threads)
             unwritten[lanes] = np.where(flags, 0xFF, 0)
         return Value(data.view(UNSIGNED[width]), unwritten.view(UNSIGNED[width]))
 
     def store(self, space: str, address: Index, values: Sequence[Value], guard: Mask) -> None:
-        lanes = slice(None) if guard is None else guard
-        data, thread = self._as_bytes([value.bits for value in values])[lanes], self.thread[lanes]
+        lanes = self._executing(guard)
+        data, threads = self._as_bytes([value.bits for value in values])[lanes], self._threads(lanes)
         if space == "global":
             for value in values:
                 self.written(value, "a value stored to global memory", guard)
-            self.memory.store(address[lanes], data, thread)
+            self.memory.store(address[lanes], data, threads)
         else:
             unwritten = self._as_bytes([value.missing for value in values])[lanes] != 0
-            self.shared.store(self.program[lanes], address[lanes], data, unwritten, thread)
+            self.shared.store(address[lanes], data, unwritten, threads)
+
+    def barrier(self) -> None:
+        self.barriers += 1
+        self.shared.barrier()
+
+    def _executing(self, guard: Mask) -> Index:
+        return np.arange(self.lanes) if guard is None else np.flatnonzero(guard)
+
+    def _threads(self, lanes: Index) -> Threads:
+        return Threads(self.thread[lanes], self.program[lanes], self.barriers)
 
     def _as_bytes(self, arrays: Sequence[Bits]) -> NDArray[np.uint8]:
         """[lanes, bytes of all arrays]."""

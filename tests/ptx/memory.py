@@ -66,46 +66,89 @@ class Region:
         return np.frombuffer(buffer, np.uint8)
 
 
+@dataclass(frozen=True)
+class Threads:
+    """Who executes an access: numbers that are unique in the launch, and how many barriers came before."""
+
+    number: Index
+    program: Index
+    barriers: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """Accesses to single bytes."""
+
+    address: Index
+    number: Index
+    program: Index
+    barriers: Index
+
+    @classmethod
+    def of(cls, address: Index, count: int, threads: Threads) -> Log:
+        number, program = (np.repeat(each, count) for each in (threads.number, threads.program))
+        barriers = np.full(len(number), threads.barriers)
+        return cls(each_byte(address, count).ravel(), number, program, barriers)
+
+    @classmethod
+    def together(cls, logs: list[Log]) -> Log:
+        """Those of all logs, in the order of their addresses."""
+        columns = [np.concatenate(column) for column in zip(*(log.columns for log in logs), strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        return cls(*(column[order] for column in columns))
+
+    @property
+    def columns(self) -> tuple[Index, Index, Index, Index]:
+        return self.address, self.number, self.program, self.barriers
+
+    def __getitem__(self, at: Index | slice) -> Log:
+        return Log(*(column[at] for column in self.columns))
+
+    def races_with(self, other: Log) -> NDArray[np.bool_]:
+        """Pairwise: two threads at one address, with no barrier of one program between them."""
+        ordered = (self.program == other.program) & (self.barriers != other.barriers)
+        return (self.address == other.address) & (self.number != other.number) & ~ordered
+
+
 class GlobalMemory:
-    """The tensors of a launch, at their addresses. Threads have numbers that are unique in the launch."""
+    """The tensors of a launch, at their addresses."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         regions = {Region.of(tensor) for tensor in tensors if tensor.numel()}
         self._regions = [(region, region.memory()) for region in regions]
-        self._reads: list[tuple[Index, Index]] = []
-        self._writes: list[tuple[Index, Index]] = []
+        self._reads: list[Log] = []
+        self._writes: list[Log] = []
 
-    def load(self, address: Index, count: int, thread: Index) -> Bytes:
+    def load(self, address: Index, count: int, threads: Threads) -> Bytes:
         """[n, count] bytes."""
         data = np.zeros((len(address), count), np.uint8)
         for chosen, offset, memory in self._find(address, count):
             data[chosen] = memory[each_byte(offset, count)]
-        self._remember(self._reads, address, count, thread)
+        self._reads.append(Log.of(address, count, threads))
         return data
 
-    def store(self, address: Index, data: Bytes, thread: Index) -> None:
+    def store(self, address: Index, data: Bytes, threads: Threads) -> None:
         for chosen, offset, memory in self._find(address, data.shape[1]):
             memory[each_byte(offset, data.shape[1])] = data[chosen]
-        self._remember(self._writes, address, data.shape[1], thread)
+        self._writes.append(Log.of(address, data.shape[1], threads))
 
     def check_races(self) -> None:
-        """No byte that one thread writes is touched by another one: no barrier orders programs."""
+        """No byte that a thread writes is touched by another one, unless a barrier orders them.
+
+        Exact if a byte is written once, as all of ours are; of several writes, each is compared with the next."""
         if not self._writes:
             return
-        address, thread = _together(self._writes)
-        order = np.argsort(address, kind="stable")
-        address, thread = address[order], thread[order]
-        twice = (address[1:] == address[:-1]) & (thread[1:] != thread[:-1])
+        writes = Log.together(self._writes)
+        twice = writes[1:].races_with(writes[:-1])
         if twice.any():
-            raise RaceError(f"two threads write the global byte at {address[1:][twice][0]:#x}")
+            raise RaceError(f"two threads write the global byte at {writes.address[1:][twice][0]:#x}")
         if self._reads:
-            read, reader = _together(self._reads)
-            at = np.minimum(np.searchsorted(address, read), len(address) - 1)
-            other = (address[at] == read) & (thread[at] != reader)
-            if other.any():
-                raise RaceError(
-                    f"a thread reads the global byte at {read[other][0]:#x}, another one writes it"
-                )
+            reads = Log.together(self._reads)
+            at = np.minimum(np.searchsorted(writes.address, reads.address), len(writes.address) - 1)
+            raced = reads.races_with(writes[at])
+            if raced.any():
+                where = f"{reads.address[raced][0]:#x}"
+                raise RaceError(f"a thread reads the global byte at {where}, another one writes it")
 
     def _find(self, address: Index, count: int) -> list[tuple[NDArray[np.bool_], Index, Bytes]]:
         """For each region: the accesses to it, and where in its memory they are."""
@@ -122,15 +165,6 @@ class GlobalMemory:
             )
         return found
 
-    @staticmethod
-    def _remember(log: list[tuple[Index, Index]], address: Index, count: int, thread: Index) -> None:
-        log.append((each_byte(address, count).ravel(), np.repeat(thread, count)))
-
-
-def _together(log: list[tuple[Index, Index]]) -> tuple[Index, Index]:
-    address, thread = zip(*log, strict=True)
-    return np.concatenate(address), np.concatenate(thread)
-
 
 def check_alignment(space: str, address: Index, count: int) -> None:
     wrong = address % count != 0
@@ -142,24 +176,25 @@ def check_alignment(space: str, address: Index, count: int) -> None:
 
 class SharedMemory:
     """Shared memory of several programs: bytes, which of them were written, and who touched them since the
-    last barrier. Threads have numbers that are unique in the launch.
+    last barrier.
 
     Threads may store the same value to one byte in one instruction: Triton's layouts repeat small tensors."""
 
-    def __init__(self, programs: int, size: int) -> None:
-        self.size = size
-        self._data = np.zeros(programs * size, np.uint8)
-        self._unwritten = np.ones(programs * size, np.bool_)
-        self._writer = np.full(programs * size, NOBODY)
-        self._reader = np.full(programs * size, NOBODY)
+    def __init__(self, programs: Index, size: int) -> None:
+        self.size, self._first = size, int(programs[0])
+        total = len(programs) * size
+        self._data = np.zeros(total, np.uint8)
+        self._unwritten = np.ones(total, np.bool_)
+        self._writer = np.full(total, NOBODY)
+        self._reader = np.full(total, NOBODY)
 
     def barrier(self) -> None:
         self._writer.fill(NOBODY)
         self._reader.fill(NOBODY)
 
-    def load(self, program: Index, address: Index, count: int, thread: Index) -> tuple[Bytes, Bytes]:
+    def load(self, address: Index, count: int, threads: Threads) -> tuple[Bytes, Bytes]:
         """[n, count] bytes, and which of them were never written."""
-        at, by = self._positions(program, address, count), thread[:, None]
+        at, by = self._positions(threads.program, address, count), threads.number[:, None]
         self._check_race(at, self._writer[at], by, "reads", "wrote")
         before = self._reader[at]
         self._reader[at] = by
@@ -167,8 +202,8 @@ class SharedMemory:
         self._reader[at[several]] = SEVERAL
         return self._data[at], self._unwritten[at]
 
-    def store(self, program: Index, address: Index, data: Bytes, unwritten: Bytes, thread: Index) -> None:
-        at, by = self._positions(program, address, data.shape[1]), thread[:, None]
+    def store(self, address: Index, data: Bytes, unwritten: Bytes, threads: Threads) -> None:
+        at, by = self._positions(threads.program, address, data.shape[1]), threads.number[:, None]
         self._check_race(at, self._writer[at], by, "writes", "wrote")
         self._check_race(at, self._reader[at], by, "writes", "read")
         self._writer[at] = by
@@ -184,7 +219,7 @@ class SharedMemory:
         outside = (offset < 0) | (offset + count > self.size)
         if outside.any():
             raise BadAccessError(f"{count} shared bytes at {offset[outside][0]} of {self.size}")
-        return each_byte(program * self.size + offset, count)
+        return each_byte((program - self._first) * self.size + offset, count)
 
     def _check_race(self, at: Index, other: Index, by: Index, now: str, before: str) -> None:
         raced = (other != NOBODY) & (other != by)

@@ -101,7 +101,7 @@ def _barrier(batch: Batch, instruction: Instruction, guard: Mask) -> None:
     _all(guard)
     if instruction.operands != (Immediate(0),):
         raise UnknownInstructionError("a barrier of some threads")
-    batch.shared.barrier()
+    batch.barrier()
 
 
 def _all(guard: Mask) -> None:
