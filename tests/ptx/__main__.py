@@ -39,10 +39,10 @@ def main() -> int:
             except Exception as error:
                 failures += 1
                 _say(f"{case}\n    {type(error).__name__}: {error}")
-            if (number + 1) % 50 == 0:
+            if (number + 1) % 50 == 0 or number + 1 == arguments.cases:
                 kernels = len({run.kernel for run in driver.runs})
-                seconds = time.monotonic() - start
-                _say(f"{number + 1} cases, {kernels} kernels, {failures} failed, {seconds:.0f} s", flush=True)
+                minutes = (time.monotonic() - start) / 60
+                _say(f"{number + 1} cases, {kernels} kernels, {failures} failed, {minutes:.0f} minutes")
     for name, count in sorted(counts.items()):
         _say(f"{count:5} {name}")
     return failures

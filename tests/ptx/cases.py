@@ -1,6 +1,6 @@
 """Random calls of launch.py against reference.py: every number is drawn from a seed, so a case has a name.
 
-A case is one call. Its buffers start anywhere and have gaps between their rows; they are compared whole, bit for
+A case is one call. Its buffers start anywhere and have gaps between their rows. They are compared whole, bit by
 bit.
 """
 

@@ -3,9 +3,9 @@
     with ptx_devices("sm_80", "sm_90"):     # devices 0 and 1
         launch.encode(fmt, source, out)     # on CPU tensors
 
-Triton itself does all that comes before the device: it decides which arguments are constants, divisible by 16,
-or not specialized; it compiles, runs ptxas, and keeps compiled kernels. The driver has CUDA's limits on a grid,
-on shared memory, and on the widths of arguments.
+Triton itself does all that comes before the device. It decides which arguments are constants, divisible by 16
+or not specialized, compiles, runs ptxas, and keeps compiled kernels. The driver has CUDA's limits on a grid, on
+shared memory and on the widths of arguments.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Run:
 
 @dataclass
 class PtxDriver(GPUDriver):  # type: ignore[misc]
-    """Devices that differ in their target. Streams are numbers, and run at once."""
+    """Devices that differ in their target. There is one stream, 0, and a launch is done when it returns."""
 
     targets: tuple[str, ...]
     change: Change = str
     current_device: int = 0
-    current_stream: int = 0
+    only_last: int | None = None
+    """Of a grid, so many of the last programs are run; None: all."""
     runs: list[Run] = field(default_factory=list)
-    compiled: int = 0
     loaded: tuple[str, str] = ("", "")
     """Hash and PTX of the kernel that Triton is about to load."""
 
@@ -82,7 +82,7 @@ class PtxDriver(GPUDriver):  # type: ignore[misc]
         self.current_device = device
 
     def get_current_stream(self, device: int) -> int:
-        return self.current_stream
+        return 0
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", int(self.targets[self.current_device].removeprefix("sm_")), 32)
@@ -138,7 +138,7 @@ class Launcher:
         bits = [_argument_bits(kind, argument) for kind, argument in given]
         scratch = [0, 0]  # of nothing: _check
         launch = Launch(kernel, grid, [*bits, *scratch], GlobalMemory(tensors), self.metadata.shared)
-        run(launch)
+        run(launch, self.driver.only_last)
         self.driver.runs.append(Run(self.driver.current_device, stream, digest, grid, text))
 
     def _check(self, kernel: Kernel) -> None:

@@ -37,8 +37,8 @@ class Launch:
     shared_bytes: int
 
 
-def run(launch: Launch) -> None:
-    """Execute all programs of a launch."""
+def run(launch: Launch, only_last: int | None = None) -> None:
+    """Execute all programs of a launch, or a number of its last ones."""
     kernel, programs = launch.kernel, int(np.prod(launch.grid))
     if len(launch.arguments) != len(kernel.parameters):
         raise PtxError(f"{len(launch.arguments)} arguments for {len(kernel.parameters)} parameters")
@@ -47,7 +47,7 @@ def run(launch: Launch) -> None:
     steps = [find_step(instruction.opcode) for instruction in kernel.instructions]
     at_once = max(1, LANES_AT_ONCE // kernel.threads)
     with np.errstate(all="ignore"):
-        for first in range(0, programs, at_once):
+        for first in range(0 if only_last is None else programs - only_last, programs, at_once):
             Batch(launch, np.arange(first, min(first + at_once, programs))).run(steps)
         launch.memory.check_races()
 

@@ -135,7 +135,7 @@ class GlobalMemory:
     def check_races(self) -> None:
         """No byte that a thread writes is touched by another one, unless a barrier orders them.
 
-        Exact if a byte is written once, as all of ours are; of several writes, each is compared with the next."""
+        Each write of a byte is compared with the next one. That is exact for a byte that is written once."""
         if not self._writes:
             return
         writes = Log.together(self._writes)

@@ -24,6 +24,7 @@ from .kernels import decode_kernel, encode_kernel, recode_kernel
 
 THREADS = 128  # of a program; see [Note: Tile size] in kernels.py
 NVIDIA_WARP, AMD_WARP = 32, 64
+MAX_ROWS = 65_535
 LAUNCH = {
     "num_warps": THREADS // (AMD_WARP if torch.version.hip else NVIDIA_WARP),
     "enable_fp_fusion": False,  # see [Note: Bit parity] in kernels.py
@@ -162,6 +163,8 @@ def _device_of(tensor: Tensor) -> AbstractContextManager[None]:
 
 def _grid(fmt: BlockFormat, rows: int, numel: int) -> tuple[int, int]:
     """Programs for all blocks of a row, and for the zeros after its scales: these count as scales here."""
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows; a launch takes at most {MAX_ROWS}, the limit of a CUDA grid")
     slots = (fmt.row_bytes(numel) - fmt.payload_bytes(numel)) // SCALE_BYTES
     tile_size: int = TILE.value
     return -(-slots * fmt.block_size // tile_size), rows
