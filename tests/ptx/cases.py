@@ -1,7 +1,7 @@
 """Random calls of launch.py against reference.py: every number is drawn from a seed, so a case has a name.
 
-A case is one call. Its buffers start anywhere and have gaps between their rows. They are compared whole, bit by
-bit.
+A case is one call. Its buffers start anywhere and have gaps between their rows. They are compared whole, bit
+by bit.
 """
 
 from __future__ import annotations

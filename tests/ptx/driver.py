@@ -4,8 +4,8 @@
         launch.encode(fmt, source, out)     # on CPU tensors
 
 Triton itself does all that comes before the device. It decides which arguments are constants, divisible by 16
-or not specialized, compiles, runs ptxas, and keeps compiled kernels. The driver has CUDA's limits on a grid, on
-shared memory and on the widths of arguments.
+or not specialized, compiles, runs ptxas, and keeps compiled kernels. The driver has CUDA's limits on a grid,
+on shared memory and on the widths of arguments.
 """
 
 from __future__ import annotations

@@ -75,6 +75,11 @@ def to_bf16(bits: Bits) -> Bits:
     return np.where(is_nan(bits), np.uint32(NAN16), rounded).astype(np.uint16)
 
 
+def cut_to_bf16(bits: Bits) -> Bits:
+    """Toward zero (`.rz`)."""
+    return np.where(is_nan(bits), np.uint32(NAN16), bits >> np.uint32(16)).astype(np.uint16)
+
+
 def from_fp16(bits: Bits) -> Bits:
     return _one_nan(bits.view(np.float16).astype(np.float32))
 

@@ -300,18 +300,24 @@ def _widen(match: re.Match[str]) -> Operation:
     return Operation((16,), 32, floats.from_fp16 if match[1] == "f16" else floats.from_bf16)
 
 
-NARROW = {"f16": floats.to_fp16, "bf16": floats.to_bf16}
+NARROW = {
+    ("f16", "rn"): floats.to_fp16,
+    ("bf16", "rn"): floats.to_bf16,
+    ("bf16", "rz"): floats.cut_to_bf16,
+}
 
 
-@family(r"cvt\.rn\.(f16|bf16)\.f32")
+@family(r"cvt\.(rn)\.(f16|bf16)\.f32|cvt\.(rz)\.(bf16)\.f32")
 def _narrow(match: re.Match[str]) -> Operation:
-    return Operation((32,), 16, NARROW[match[1]])
+    rounding, kind = filter(None, match.groups())
+    return Operation((32,), 16, NARROW[kind, rounding])
 
 
-@family(r"cvt\.rn\.(f16|bf16)x2\.f32")
+@family(r"cvt\.(rn)\.(f16|bf16)x2\.f32|cvt\.(rz)\.(bf16)x2\.f32")
 def _narrow_pair(match: re.Match[str]) -> Operation:
     """The first operand becomes the upper half."""
-    narrow = NARROW[match[1]]
+    rounding, kind = filter(None, match.groups())
+    narrow = NARROW[kind, rounding]
 
     def compute(high: Bits, low: Bits) -> Bits:
         return narrow(high).astype(np.uint32) << np.uint32(16) | narrow(low)

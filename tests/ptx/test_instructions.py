@@ -57,8 +57,8 @@ KNOWN = [
     ("add.rn.ftz.f32", (32, 32), 32, [(TINY, TINY, 0), (0x80000001, NEGATIVE_ZERO, NEGATIVE_ZERO)]),
     ("sub.rn.f32", (32, 32), 32, [(SMALLEST_NORMAL, TINY, 0x007FFFFF), (ONE, ONE, ZERO)]),
     ("mul.rn.f32", (32, 32), 32, [
-        (SMALLEST_NORMAL, HALF, 0x00400000), (TINY, HALF, 0), (3, HALF, 2), (NEGATIVE_ZERO, ONE, NEGATIVE_ZERO),
-        (INF, ZERO, NAN),
+        (SMALLEST_NORMAL, HALF, 0x00400000), (TINY, HALF, 0), (3, HALF, 2), (INF, ZERO, NAN),
+        (NEGATIVE_ZERO, ONE, NEGATIVE_ZERO),
     ]),
     ("mul.rn.ftz.f32", (32, 32), 32, [(0x80800000, HALF, NEGATIVE_ZERO)]),
     ("div.rn.f32", (32, 32), 32, [
@@ -69,7 +69,9 @@ KNOWN = [
     ("mul.rn.f32x2", (64, 64), 64, [(TWO << 32 | 3, HALF << 32 | HALF, ONE << 32 | 2)]),
     ("sub.rn.f32.f16", (16, 32), 32, [(0x3C00, TWO, 0xBF800000), (0x0001, ZERO, 0x33800000)]),
     ("add.rn.f32.bf16", (16, 32), 32, [(0x3F80, ONE, TWO), (0x0001, ZERO, 0x00010000)]),
-    ("min.f32", (32, 32), 32, [(ZERO, NEGATIVE_ZERO, NEGATIVE_ZERO), (PAYLOAD, ONE, ONE), (PAYLOAD, PAYLOAD, NAN)]),
+    ("min.f32", (32, 32), 32, [
+        (ZERO, NEGATIVE_ZERO, NEGATIVE_ZERO), (PAYLOAD, ONE, ONE), (PAYLOAD, PAYLOAD, NAN),
+    ]),
     ("max.f32", (32, 32), 32, [(NEGATIVE_ZERO, ZERO, ZERO), (0xBF800000, TINY, TINY), (ONE, PAYLOAD, ONE)]),
     ("max.NaN.f32", (32, 32), 32, [(ONE, PAYLOAD, NAN)]),
     ("neg.f32", (32,), 32, [(ZERO, NEGATIVE_ZERO)]),
@@ -94,6 +96,7 @@ KNOWN = [
     ("cvt.rn.bf16.f32", (32,), 16, [
         (0x3F808000, 0x3F80), (0x3F818000, 0x3F82), (LARGEST, 0x7F80), (0x7F800001, 0x7FFF), (TINY, 0),
     ]),
+    ("cvt.rz.bf16.f32", (32,), 16, [(0x3F81FFFF, 0x3F81), (LARGEST, 0x7F7F), (0x7F800001, 0x7FFF)]),
     ("cvt.rn.f16x2.f32", (32, 32), 32, [(ONE, TWO, 0x3C004000)]),
     ("cvt.rn.bf16x2.f32", (32, 32), 32, [(ONE, TWO, 0x3F804000)]),
 ]  # fmt: skip
@@ -226,7 +229,7 @@ def test_shared_memory_with_a_barrier() -> None:
     assert execute(body, threads=64) == list(range(63, -1, -1))
 
 
-# A matrix of 8 rows of 8 halves: row i has the words 4 i .. 4 i + 3, which are halves (8 i + 2 j, 8 i + 2 j + 1).
+# A matrix of 8 rows of 8 halves. Row i has the words 4 i to 4 i + 3; word w has the halves 2 w and 2 w + 1.
 FILL = "shl.b32 %r5, %r1, 17; shl.b32 %r6, %r1, 1; or.b32 %r5, %r5, %r6; add.s32 %r5, %r5, 0x10000;"
 ROWS = "and.b32 %r7, %r1, 7; shl.b32 %r7, %r7, 4; mov.b32 %r8, smem; add.s32 %r7, %r7, %r8;"
 

@@ -1,4 +1,4 @@
-"""launch.py itself, unchanged, on devices whose kernels the interpreter runs: against reference.py, bit for bit."""
+"""launch.py, unchanged, on devices whose kernels the interpreter runs, against reference.py, bit for bit."""
 
 from __future__ import annotations
 
