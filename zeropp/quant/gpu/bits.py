@@ -73,8 +73,8 @@ def from_float(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
         rounded = (as_bits(x) + 0x7FFF + (as_bits(x) >> 16 & 1)) >> 16
         return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     if is_hip() and dtype == tl.float16:
-        # An empty instruction between a product and its rounding: v_fma_mixlo_f16 would do both, and add +0.0,
-        # which makes -0.0 positive.
+        # No instruction, but the compiler cannot see that. It would make one v_fma_mixlo_f16 of a product and
+        # its rounding, which adds +0.0: -0.0 would come out as +0.0.
         x = tl.inline_asm_elementwise("", "=v,0", [x], tl.float32, is_pure=True, pack=1)
     return x.to(dtype)
 
