@@ -171,7 +171,7 @@ class Batch:
             self.read(source, bits, wider) for source, bits in zip(sources, operation.sources, strict=True)
         ]
         bits = operation.compute(*(value.bits for value in values))
-        unwritten = unwritten_results(values, UNSIGNED[operation.result], operation.parts)
+        unwritten = unwritten_results(operation, values)
         self.write(target, Value(bits, unwritten), guard, wider, operation.signed_result)
 
     # Memory.

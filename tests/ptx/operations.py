@@ -33,6 +33,8 @@ class Operation:
     signed_result: bool = False
     parts: int = 1
     """Independent numbers in each operand and in the result."""
+    moved: int = 0
+    """The result's bits are copies of bits of the first so many operands; the others say which."""
 
 
 Family = Callable[[re.Match[str]], Operation]
@@ -209,7 +211,7 @@ def _permute_bytes(match: re.Match[str]) -> Operation:
             result |= byte << np.uint32(8 * position)
         return result
 
-    return Operation((32, 32, 32), 32, compute)
+    return Operation((32, 32, 32), 32, compute, moved=2)
 
 
 @family(r"lop3\.b32")

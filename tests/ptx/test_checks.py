@@ -47,6 +47,9 @@ def test_unwritten_values_pass_through_shuffles_shared_memory_and_pairs() -> Non
     pair = "mov.b32 %r8, 0; mov.b64 %rd9, {%r8, %r30}; add.rn.f32x2 %rd9, %rd9, %rd9;"
     assert execute(pair + "mov.b64 {%r9, _}, %rd9;" + STORE)[0] == 0
     fails(pair + "mov.b64 {_, %r9}, %rd9;" + STORE, UnwrittenValueError, "in thread 0")
+    permute = "mov.b32 %r8, 0x11223344; prmt.b32 %r9, %r8, %r30, {};"
+    assert execute(permute.format("0x0123U") + STORE)[0] == 0x44332211
+    fails(permute.format("0x4123U") + STORE, UnwrittenValueError, "in thread 0")
     select = "setp.ge.s32 %p2, %r1, 0; mov.b32 %r8, 3; selp.b32 %r9, %r8, %r30, %p2;"
     assert execute(select + STORE)[0] == 3
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .floats import Bits
-from .operations import SIGNED, UNSIGNED, pack, unpack
+from .operations import SIGNED, UNSIGNED, Operation, pack, unpack
 
 Mask: TypeAlias = NDArray[np.bool_] | None
 """The lanes that execute an instruction. None: all."""
@@ -50,20 +50,21 @@ def extended(bits: Bits, width: int, wider: int, signed: bool) -> Bits:
     return bits.view(SIGNED[width]).astype(SIGNED[wider]).view(UNSIGNED[wider])
 
 
-def unwritten_results(values: Sequence[Value], kind: type[np.generic], parts: int) -> Bits | None:
-    """All bits of each part of a result that an unwritten bit of the same part of a source contributes to."""
+def unwritten_results(operation: Operation, values: Sequence[Value]) -> Bits | None:
+    """The bits of a result that were computed from unwritten ones: all of a part, or those that moved."""
     masks = [value.unwritten for value in values if value.unwritten is not None]
     if not masks:
         return None
-    if parts == 1:
-        missing = functools.reduce(np.logical_or, (mask != 0 for mask in masks))
-        return all_or_no_bits(missing, kind)
-    width = 8 * np.dtype(kind).itemsize
-    each = [
-        functools.reduce(np.bitwise_or, same)
-        for same in zip(*(unpack(m, width, parts) for m in masks), strict=True)
-    ]
-    return pack([all_or_no_bits(part != 0, UNSIGNED[width // parts]) for part in each], width)
+    moved, width = operation.moved, operation.result
+    if moved and all(value.unwritten is None for value in values[moved:]):
+        missing = (value.missing for value in values[:moved])
+        return operation.compute(*missing, *(value.bits for value in values[moved:]))
+    if operation.parts == 1:
+        touched = functools.reduce(np.logical_or, (mask != 0 for mask in masks))
+        return all_or_no_bits(touched, UNSIGNED[width])
+    together = unpack(functools.reduce(np.bitwise_or, masks), width, operation.parts)
+    each = UNSIGNED[width // operation.parts]
+    return pack([all_or_no_bits(part != 0, each) for part in together], width)
 
 
 def all_or_no_bits(missing: Bits, kind: type[np.generic]) -> Bits:
