@@ -35,8 +35,8 @@ ROTATED = replace(
     PLAIN,
     operation="encode",
     dtype=torch.float32,
-    fmt=BlockFormat(8, 128, True),
-    into=BlockFormat(8, 128, True),
+    fmt=BlockFormat(8, 128, rotate=True),
+    into=BlockFormat(8, 128, rotate=True),
 )
 DECODE = replace(PLAIN, operation="decode")
 TO_BF16 = replace(DECODE, dtype=torch.bfloat16)

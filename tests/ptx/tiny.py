@@ -68,27 +68,25 @@ def to_signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
+REGISTERS = {1: "%p{}", 16: "%rs{}", 32: "%r{}", 64: "%rd{}"}
+STORES = {
+    1: "selp.b32 %r20, 1, 0, %p1; @%p7 st.global.b32 [%rd20], %r20;",
+    16: "cvt.u32.u16 %r20, %rs1; @%p7 st.global.b32 [%rd20], %r20;",
+    32: "@%p7 st.global.b32 [%rd20], %r1;",
+    64: "@%p7 st.global.b64 [%rd20], %rd1;",
+}
+
+
 def compute(opcode: str, result_bits: int, *operands: tuple[int, int]) -> int:
     """The result of one instruction on operands (bits, value). A predicate's is 0 or 1."""
-    register = {1: "%p{}", 16: "%rs{}", 32: "%r{}", 64: "%rd{}"}
-    names = [register[bits].format(number) for number, (bits, _) in enumerate(operands, 2)]
+    names = [REGISTERS[bits].format(number) for number, (bits, _) in enumerate(operands, 2)]
     moves = [f"mov.b{bits} {name}, {value};" for name, (bits, value) in zip(names, operands, strict=True)]
-    store = {
-        1: "selp.b32 %r20, 1, 0, %p1; st.global.b32 [%rd20], %r20;",
-        16: "cvt.u32.u16 %r20, %rs1; st.global.b32 [%rd20], %r20;",
-        32: "st.global.b32 [%rd20], %r1;",
-        64: "st.global.b64 [%rd20], %rd1;",
-    }
-    target = register[result_bits].format(1)
     body = [
         "setp.eq.s32 %p7, %r1, 0;",  # one thread writes
         "mov.b64 %rd20, %rd2;",
         *moves,
-        f"{opcode} {target}, {', '.join(names)};",
-        *(
-            f"@%p7 {each}" if each.startswith(" st") or each.startswith("st") else each
-            for each in (part + ";" for part in store[result_bits].split(";")[:-1])
-        ),
+        f"{opcode} {REGISTERS[result_bits].format(1)}, {', '.join(names)};",
+        STORES[result_bits],
     ]
     low, high = execute("\n".join(body), words=2)
     return low | high << 32
