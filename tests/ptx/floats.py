@@ -6,11 +6,12 @@ Arrays hold bits (uint16, uint32). NumPy computes an operation in the format of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Bits = NDArray[np.generic]
+Bits: TypeAlias = NDArray[Any]
 
 NAN32, NAN16 = 0x7FFFFFFF, 0x7FFF
 """The NaN that an instruction returns. Payloads of its operands do not survive."""
@@ -49,7 +50,7 @@ def compare(name: str, a: Bits, b: Bits) -> Bits:
     """setp. With NaN, `lt` and the other plain comparisons are false, `ltu` and the like true."""
     unordered = is_nan(a) | is_nan(b)
     if name in ("num", "nan"):
-        return unordered == (name == "nan")
+        return unordered if name == "nan" else ~unordered
     x, y = a.view(np.float32), b.view(np.float32)
     result: Bits = COMPARISONS[name[:2]](x, y)
     return result | unordered if name.endswith("u") else result & ~unordered

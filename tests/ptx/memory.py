@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from .errors import BadAccessError, RaceError
 
-Index = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
+Index: TypeAlias = NDArray[Any]  # int64
+Bytes: TypeAlias = NDArray[Any]  # uint8
+Flags: TypeAlias = NDArray[Any]  # bool
 
 SHARED_START = 0x400
 """Address of the first shared byte: not 0, so that a zero is no address."""
@@ -53,7 +55,7 @@ class Region:
     def extent(self) -> int:
         return sum(stride * (size - 1) for stride, size in self.dims) + self.run
 
-    def holds(self, offset: Index, count: int) -> NDArray[np.bool_]:
+    def holds(self, offset: Index, count: int) -> Flags:
         """Whether `count` bytes from each offset belong to the tensor: not to a gap between its rows."""
         inside = offset >= 0
         for stride, size in self.dims:
@@ -62,8 +64,7 @@ class Region:
         return inside & (offset + count <= self.run)
 
     def memory(self) -> Bytes:
-        buffer = (ctypes.c_uint8 * self.extent).from_address(self.start)
-        return np.frombuffer(buffer, np.uint8)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.extent).from_address(self.start))
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,11 @@ class Log:
     def __getitem__(self, at: Index | slice) -> Log:
         return Log(*(column[at] for column in self.columns))
 
-    def races_with(self, other: Log) -> NDArray[np.bool_]:
+    def races_with(self, other: Log) -> Flags:
         """Pairwise: two threads at one address, with no barrier of one program between them."""
         ordered = (self.program == other.program) & (self.barriers != other.barriers)
-        return (self.address == other.address) & (self.number != other.number) & ~ordered
+        raced: Flags = (self.address == other.address) & (self.number != other.number) & ~ordered
+        return raced
 
 
 class GlobalMemory:
@@ -150,7 +152,7 @@ class GlobalMemory:
                 where = f"{reads.address[raced][0]:#x}"
                 raise RaceError(f"a thread reads the global byte at {where}, another one writes it")
 
-    def _find(self, address: Index, count: int) -> list[tuple[NDArray[np.bool_], Index, Bytes]]:
+    def _find(self, address: Index, count: int) -> list[tuple[Flags, Index, Bytes]]:
         """For each region: the accesses to it, and where in its memory they are."""
         check_alignment("global", address, count)
         found, missing = [], np.ones(len(address), np.bool_)
@@ -192,7 +194,7 @@ class SharedMemory:
         self._writer.fill(NOBODY)
         self._reader.fill(NOBODY)
 
-    def load(self, address: Index, count: int, threads: Threads) -> tuple[Bytes, Bytes]:
+    def load(self, address: Index, count: int, threads: Threads) -> tuple[Bytes, Flags]:
         """[n, count] bytes, and which of them were never written."""
         at, by = self._positions(threads.program, address, count), threads.number[:, None]
         self._check_race(at, self._writer[at], by, "reads", "wrote")
@@ -202,7 +204,7 @@ class SharedMemory:
         self._reader[at[several]] = SEVERAL
         return self._data[at], self._unwritten[at]
 
-    def store(self, address: Index, data: Bytes, unwritten: Bytes, threads: Threads) -> None:
+    def store(self, address: Index, data: Bytes, unwritten: Flags, threads: Threads) -> None:
         at, by = self._positions(threads.program, address, data.shape[1]), threads.number[:, None]
         self._check_race(at, self._writer[at], by, "writes", "wrote")
         self._check_race(at, self._reader[at], by, "writes", "read")

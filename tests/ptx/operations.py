@@ -10,15 +10,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import floats
 from .floats import Bits
 
-UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def _wide(match: re.Match[str]) -> Operation:
     wide = (SIGNED if kind[0] == "s" else UNSIGNED)[2 * bits]
 
     def product(a: Bits, b: Bits) -> Bits:
-        return (as_type(a, kind).astype(wide) * as_type(b, kind).astype(wide)).view(UNSIGNED[2 * bits])
+        result: Bits = as_type(a, kind).astype(wide) * as_type(b, kind).astype(wide)
+        return result.view(UNSIGNED[2 * bits])
 
     if name == "mul":
         return Operation((bits, bits), 2 * bits, product)
@@ -156,7 +157,8 @@ def _shift(match: re.Match[str]) -> Operation:
     def compute(a: Bits, amount: Bits) -> Bits:
         x = as_type(a, kind)
         if kind[0] == "s":
-            return (x >> np.minimum(amount, bits - 1).astype(x.dtype)).view(UNSIGNED[bits])
+            with_sign: Bits = x >> np.minimum(amount, bits - 1).astype(x.dtype)
+            return with_sign.view(UNSIGNED[bits])
         inside = (amount % bits).astype(x.dtype)
         shifted = x << inside if name == "shl" else x >> inside
         return np.where(amount < bits, shifted, 0).astype(UNSIGNED[bits])
@@ -322,7 +324,7 @@ def _narrow_pair(match: re.Match[str]) -> Operation:
     narrow = NARROW[kind, rounding]
 
     def compute(high: Bits, low: Bits) -> Bits:
-        return narrow(high).astype(np.uint32) << np.uint32(16) | narrow(low)
+        return pack([narrow(low), narrow(high)], 32)
 
     return Operation((32, 32), 32, compute)
 
@@ -330,7 +332,7 @@ def _narrow_pair(match: re.Match[str]) -> Operation:
 # Packing: mov between a register and a tuple of narrower ones.
 
 
-def pack(parts: list[NDArray[np.generic]], bits: int) -> Bits:
+def pack(parts: list[Bits], bits: int) -> Bits:
     """Parts from the lowest to the highest."""
     each = bits // len(parts)
     kind = UNSIGNED[bits]

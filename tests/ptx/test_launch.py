@@ -20,6 +20,8 @@ from tests.quant.test_conformance import assert_same_bits
 from zeropp.quant import reference
 from zeropp.quant.formats import BlockFormat
 from zeropp.quant.gpu import launch
+from zeropp.quant.gpu.kernels import decode_kernel
+from zeropp.quant.rotation import LARGEST_FP32
 
 from .cases import Case, covering_cases, make_case, run_case
 from .driver import MAX_GRID, TARGETS, PtxDriver, ptx_devices
@@ -153,18 +155,18 @@ def test_tiles_beyond_4_gib(devices: PtxDriver) -> None:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a GPU, the one of `index`. Its memory is the host's."""
+    """A tensor that says it is on a GPU, number `gpu`. Its memory is the host's."""
 
-    index: int
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    gpu: int
+    is_cuda = property(lambda self: True)
 
     def get_device(self) -> int:
-        return self.index
+        return self.gpu
 
 
 def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    moved: OnDevice = tensor.as_subclass(OnDevice)  # type: ignore[assignment]
-    moved.index = index
+    moved: OnDevice = tensor.as_subclass(OnDevice)
+    moved.gpu = index
     return moved
 
 
@@ -217,11 +219,10 @@ def test_an_access_beyond_a_tensor_is_seen() -> None:
     row = out[:1].expand(2, -1)  # of the second row, only the first one's bytes are there
     decoded = torch.zeros(2, 128)
     launch.decode(INT8, row, decoded)
-    kernel = launch.decode_kernel
     with pytest.raises(BadAccessError, match="not all in one tensor"):
-        kernel[1, 2](
+        decode_kernel[1, 2](
             out[:1], decoded, None, 128, 0, 144, 128, 1.0, senders=1, bits=8, block_size=128, rotated=False,
-            largest=launch.LARGEST_FP32, accumulate=False, **launch.LAUNCH,
+            largest=LARGEST_FP32, accumulate=False, **launch.LAUNCH,
         )  # fmt: skip
 
 

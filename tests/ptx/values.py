@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,8 @@ def extended(bits: Bits, width: int, wider: int, signed: bool) -> Bits:
     """With zeros, or with the sign."""
     if not signed:
         return bits.astype(UNSIGNED[wider])
-    return bits.view(SIGNED[width]).astype(SIGNED[wider]).view(UNSIGNED[wider])
+    signed_bits: Bits = bits.view(SIGNED[width]).astype(SIGNED[wider])
+    return signed_bits.view(UNSIGNED[wider])
 
 
 def unwritten_results(operation: Operation, values: Sequence[Value]) -> Bits | None:
@@ -67,5 +68,5 @@ def unwritten_results(operation: Operation, values: Sequence[Value]) -> Bits | N
     return pack([all_or_no_bits(part != 0, each) for part in together], width)
 
 
-def all_or_no_bits(missing: Bits, kind: type[np.generic]) -> Bits:
+def all_or_no_bits(missing: Bits, kind: Any) -> Bits:
     return np.where(missing, ~np.zeros(1, kind), np.zeros(1, kind))
