@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -222,10 +223,32 @@ def compile_variant(variant: Variant, target_name: str, disassemble: bool = True
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = LAUNCH | {"num_warps": THREADS // target.warp_size}
-    compiled = triton.compile(source, target=target, options=options)
+    with _active(target):
+        compiled = triton.compile(source, target=target, options=options)
     if target.backend == "cuda":
         return _report_nvidia(variant, target_name, compiled, disassemble)
     return _report_amd(variant, target_name, compiled)
+
+
+@dataclass(frozen=True)
+class _NoDevice:
+    """A driver that only names a target, for kernels that look at it (`is_hip`)."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@contextmanager
+def _active(target: GPUTarget) -> Iterator[None]:
+    config = triton.runtime.driver
+    before = config._active
+    config.set_active(_NoDevice(target))
+    try:
+        yield
+    finally:
+        config._active = before
 
 
 def _report_nvidia(variant: Variant, target: str, compiled: Any, disassemble: bool) -> Report:

@@ -72,6 +72,18 @@ def test_sums_are_not_fused_and_subnormals_are_kept(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", gpu_compile.TARGETS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("odd_rows", [False, True])
+def test_a_product_and_its_rounding_to_fp16_are_apart(target: str, bits: int, odd_rows: bool) -> None:
+    """v_fma_mixlo_f16 is both, and adds +0.0: it makes +0.0 of -0.0. AMD's compiler chooses it for odd rows."""
+    report = gpu_compile.compile_variant(
+        gpu_compile.decode_variant("fp16", bits, block_size=128, odd_rows=odd_rows), target
+    )
+    assert re.search(r"\bF2FP\b|\bF2F\b|\bv_cvt_f16_f32", report.assembly)
+    assert not re.search(FUSED, report.assembly)
+
+
+@pytest.mark.parametrize("target", gpu_compile.TARGETS)
 def test_odd_rows_do_not_narrow_the_loads_of_bytes(target: str) -> None:
     report = gpu_compile.compile_variant(
         gpu_compile.decode_variant("bf16", bits=8, block_size=128, odd_rows=True), target, disassemble=False

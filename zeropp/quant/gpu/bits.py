@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from triton.language.target_info import is_hip  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from .. import noise
 
@@ -71,6 +72,10 @@ def from_float(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     if _INTERPRETED and dtype == tl.bfloat16:
         rounded = (as_bits(x) + 0x7FFF + (as_bits(x) >> 16 & 1)) >> 16
         return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if is_hip() and dtype == tl.float16:
+        # No instruction, but the compiler cannot see that. It would make one v_fma_mixlo_f16 of a product and
+        # its rounding, which adds +0.0: -0.0 would come out as +0.0.
+        x = tl.inline_asm_elementwise("", "=v,0", [x], tl.float32, is_pure=True, pack=1)
     return x.to(dtype)
 
 

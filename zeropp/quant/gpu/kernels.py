@@ -18,7 +18,8 @@ KB. The reduction over a block of up to 1024 elements stays within a warp.
 
 [Note: Bit parity]
 The bytes equal those of reference.py because nothing here is left to the compiler:
-    - Launches turn off the fusing of multiply and add (LAUNCH in launch.py).
+    - Launches turn off the fusing of multiply and add (launch.LAUNCH). AMD's compiler still fuses a product
+      with its rounding to fp16; from_float in bits.py keeps them apart.
     - 1/scale is an IEEE division, and scales are rounded to bf16 in integers.
     - x is rounded to an integer by adding 1.5 * 2^23: one fp32 addition, to nearest even, and the low bits of
       the sum are the integer. This is exact for |x| < 2^22, and codes are far below. It needs no conversion

@@ -26,6 +26,7 @@ from .kernels import decode_kernel, encode_kernel, recode_kernel
 
 THREADS = 128  # of a program; see [Note: Tile size] in kernels.py
 NVIDIA_WARP, AMD_WARP = 32, 64
+MAX_ROWS = 65_535
 LAUNCH = {
     "num_warps": THREADS // (AMD_WARP if torch.version.hip else NVIDIA_WARP),
     "enable_fp_fusion": False,  # see [Note: Bit parity] in kernels.py
@@ -102,6 +103,8 @@ def _launch(
     """Launch programs for all blocks of a row, and for the zeros after its scales, which count as scales."""
     if rows == 0 or numel == 0:
         return
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows; a launch takes at most {MAX_ROWS}, the limit of a CUDA grid")
     slots = (fmt.row_bytes(numel) - fmt.payload_bytes(numel)) // SCALE_BYTES
     # Triton launches on the current device. On the CPU this does nothing.
     with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
