@@ -33,8 +33,8 @@ def _pairs(ordered: Tensor, consecutive: Tensor, order: RowOrder) -> Iterator[tu
     if order is None:
         yield ordered, consecutive
     elif width := transposed_width(tuple(order)):
-        shape = (len(order) // width, width)
-        yield ordered.unflatten(0, shape).transpose(0, 1), consecutive.unflatten(0, shape[::-1])
+        height, numel = len(order) // width, ordered.shape[1]
+        yield ordered.view(height, width, numel).transpose(0, 1), consecutive.view(width, height, numel)
     else:
         for k, row in enumerate(order):
             yield ordered[row], consecutive[k]

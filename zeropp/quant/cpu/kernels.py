@@ -52,7 +52,7 @@ from .simd import (
 )
 
 # Of simd.py; see [Note: Cache].
-INLINED_SHA256 = "f37a850873539e42a989d65bb069a81525956213fc27297c461130c9acc66d67"
+INLINED_SHA256 = "1ad20148484063eee12c28bcafa9417d52d5a3dea6c16cba2b9b0fa861eb0ac3"
 
 Array = NDArray[Any]
 Pointer = Any  # to the first of several elements: indexed like an array, unchecked
