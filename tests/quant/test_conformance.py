@@ -229,11 +229,11 @@ def test_cpu_refuses_arguments_that_would_touch_other_memory() -> None:
         cpu.encode(fmt, source, out, [0, 0])
     with pytest.raises(ValueError, match=r"source is torch\.float64"):
         cpu.encode(fmt, source.double(), out)
-    with pytest.raises(ValueError, match=r"source has strides \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"source is torch\.float32 with strides \(1, 2\)"):
         cpu.encode(fmt, torch.zeros(128, 2).t(), out)
-    with pytest.raises(ValueError, match=r"out is torch\.uint8 of shape \(2, 128\); expected .* \(2, 144\)"):
+    with pytest.raises(ValueError, match=r"out is torch\.uint8 of shape \(2, 128\).*expected .* \(2, 144\)"):
         cpu.encode(fmt, source, out[:, :128])
-    with pytest.raises(ValueError, match=r"encoded is .* \(0, 2, 144\); expected .* \(1, 2, 144\)"):
+    with pytest.raises(ValueError, match=r"encoded is .* \(0, 2, 144\) .* expected .* \(1, 2, 144\)"):
         cpu.decode_sum(fmt, out.expand(0, 2, 144), source)
     cpu.encode(fmt, torch.zeros(0, 128), out[:0])
     cpu.encode(fmt, torch.zeros(2, 0), out[:, :0])

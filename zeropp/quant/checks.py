@@ -66,10 +66,10 @@ def _check_encoded(name: str, encoded: Tensor, shape: tuple[int, ...], other: Te
             f"{name} is {encoded.dtype} of shape {tuple(encoded.shape)} with strides {encoded.stride()}; "
             f"expected uint8 of shape {shape} with contiguous rows"
         )
-    distances = (distance for size, distance in zip(shape, encoded.stride()[:-1], strict=False) if size > 1)
-    if shape[-1] and any(start % SCALE_BYTES for start in (encoded.data_ptr(), *distances)):
+    strides = encoded.stride()
+    if shape[-1] and (encoded.data_ptr() | strides[0] | strides[-2]) % SCALE_BYTES:
         raise ValueError(
-            f"{name} has rows at odd addresses (strides {encoded.stride()}); expected multiples of "
+            f"{name} has rows at odd addresses (strides {strides}); expected multiples of "
             f"{SCALE_BYTES} bytes, for the scales"
         )
     if encoded.device != other.device:

@@ -33,9 +33,8 @@ def _pairs(ordered: Tensor, consecutive: Tensor, order: RowOrder) -> Iterator[tu
     if order is None:
         yield ordered, consecutive
     elif width := transposed_width(tuple(order)):
-        shape = (len(order) // width, width)
-        by_line, by_column = ordered.view(*shape, ordered.shape[1]), shape[::-1]
-        yield by_line.transpose(0, 1), consecutive.view(*by_column, consecutive.shape[1])
+        height, numel = len(order) // width, ordered.shape[1]
+        yield ordered.view(height, width, numel).transpose(0, 1), consecutive.view(width, height, numel)
     else:
         for k, row in enumerate(order):
             yield ordered[row], consecutive[k]

@@ -52,7 +52,7 @@ from .simd import (
 )
 
 # Of simd.py; see [Note: Cache].
-INLINED_SHA256 = "fc54acba5bbf4113e32916b68c72ef0add7def772170b8945a0581e1c4a65593"
+INLINED_SHA256 = "1ad20148484063eee12c28bcafa9417d52d5a3dea6c16cba2b9b0fa861eb0ac3"
 
 Array = NDArray[Any]
 Pointer = Any  # to the first of several elements: indexed like an array, unchecked

@@ -57,7 +57,7 @@ def decode_sum(
 ) -> None:  # fmt: skip
     senders, rows, numel = check_decode_sum(fmt, encoded, out)
     given = (
-        *(_rows(encoded[0]), (senders, encoded.stride(0)), _rows(out, order), _format(fmt)),
+        *(_rows(encoded), (senders, encoded.stride(0)), _rows(out, order), _format(fmt)),
         *(np.float32(torch.finfo(out.dtype).max), np.float32(factor), accumulate),
     )
     _run(kernels.decode_range, given, rows, senders, numel, max(DECODE_TILE_SIZE, fmt.block_size))
@@ -70,7 +70,7 @@ def recode(
     senders, rows = check_recode(fmt, encoded, into, out, numel)
     _zero_padding(into, out, numel)
     given = (
-        *(_rows(encoded[0]), (senders, encoded.stride(0)), _format(fmt)),
+        *(_rows(encoded), (senders, encoded.stride(0)), _format(fmt)),
         *(_rows(out), _format(into), _noise(into, seed, offset), np.float32(factor)),
     )
     tile_size = max(ENCODE_TILE_SIZE, fmt.block_size, into.block_size)
@@ -97,11 +97,11 @@ def _zero_padding(fmt: BlockFormat, out: Tensor, numel: int) -> None:
 
 
 def _rows(rows: Tensor, order: RowOrder = None) -> kernels.Rows:
-    """All memory from the first to the last element, in one dimension, and where each row starts in it."""
-    count, numel = rows.shape
-    end = (count - 1) * rows.stride(0) + numel if rows.numel() else 0
+    """All memory of rows (of the first sender), in one dimension, and where each row starts in it."""
+    (count, numel), stride = rows.shape[-2:], rows.stride(-2)
+    end = (count - 1) * stride + numel if rows.numel() else 0
     memory = rows.detach().as_strided((end,), (1,)).view(_KERNEL_DTYPES[rows.dtype]).numpy()
-    return memory, _row_numbers(None if order is None else tuple(order), count) * rows.stride(0)
+    return memory, _row_numbers(None if order is None else tuple(order), count) * stride
 
 
 @lru_cache(maxsize=256)

@@ -87,12 +87,7 @@ def instruction(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]],
 # Memory.
 
 
-def _untyped(generator: Callable[..., Any]) -> Any:
-    return intrinsic(generator)
-
-
-@_untyped
-def pointer(typing_context: Any, values: Any, index: Any) -> Any:
+def _pointer(typing_context: Any, values: Any, index: Any) -> Any:
     """A pointer to an element of an array, which must outlive it, or to one after another pointer's."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -103,10 +98,13 @@ def pointer(typing_context: Any, values: Any, index: Any) -> Any:
     return types.CPointer(values.dtype)(values, types.intp), generate  # type: ignore[no-untyped-call]
 
 
-@instruction(types.intp, None)
+pointer: Any = intrinsic(_pointer)
+
+
+@instruction(types.int64, None)
 def item_bytes(builder: Any, given: Any, values: Any) -> Any:
     """Size of an element that a pointer points to."""
-    return ir.IntType(types.intp.bitwidth)(given[0].dtype.bitwidth // 8)  # type: ignore[attr-defined]
+    return ir.IntType(64)(given[0].dtype.bitwidth // 8)
 
 
 @instruction(types.void, None, types.intp, None)
