@@ -179,23 +179,24 @@ def _funnel_shift(match: re.Match[str]) -> Operation:
     return Operation((32, 32, 32), 32, compute)
 
 
-@family(r"bfe\.(s|u)32")
+@family(r"bfe\.(s|u)(32|64)")
 def _extract_field(match: re.Match[str]) -> Operation:
-    signed = match[1] == "s"
+    signed, width = match[1] == "s", int(match[2])
+    kind = UNSIGNED[width]
 
     def compute(a: Bits, start: Bits, length: Bits) -> Bits:
+        """Bits from `start` on, and above them zeros or the sign: the last bit of the field, or of a."""
         first, count = (start & 0xFF).astype(np.int64), (length & 0xFF).astype(np.int64)
-        x = a.view(np.int32).astype(np.int64) if signed else a.astype(np.int64)
-        field = x >> np.minimum(first, 63)
-        count = np.minimum(count, 32)
-        mask = (np.int64(1) << count) - 1
+        inside = np.clip(width - first, 0, count)
+        mask = np.where(inside < width, (kind(1) << (inside % width).astype(kind)) - kind(1), ~kind(0))
+        field = a >> np.minimum(first, width - 1).astype(kind) & mask
         if not signed:
-            return (field & mask).astype(np.uint32)
-        sign_at = np.clip(np.minimum(first + count - 1, 31), 0, 31)
-        negative = (x >> sign_at & 1 != 0) & (count > 0)
-        return np.where(negative, field & mask | ~mask, field & mask).astype(np.uint32)
+            return field
+        last = np.clip(first + count - 1, 0, width - 1).astype(kind)
+        negative = (a >> last & kind(1) != 0) & (count > 0)
+        return np.where(negative, field | ~mask, field)
 
-    return Operation((32, 32, 32), 32, compute)
+    return Operation((width, 32, 32), width, compute)
 
 
 @family(r"prmt\.b32")
