@@ -185,7 +185,7 @@ class Batch:
             data[lanes] = self.memory.load(at, data.shape[1], threads)
         else:
             data[lanes], flags = self.shared.load(at, data.shape[1], threads)
-            unwritten[lanes] = np.where(flags, 0xFF, 0)
+            unwritten[lanes] = np.where(flags, np.uint8(0xFF), np.uint8(0))
         return Value(data.view(UNSIGNED[width]), unwritten.view(UNSIGNED[width]))
 
     def store(self, space: str, address: Index, values: Sequence[Value], guard: Mask) -> None:

@@ -59,7 +59,7 @@ class Region:
         """Whether `count` bytes from each offset belong to the tensor: not to a gap between its rows."""
         inside = offset >= 0
         for stride, size in self.dims:
-            index = np.minimum(offset // stride, size - 1)
+            index = np.minimum(offset // stride, np.int64(size - 1))
             offset = offset - index * stride
         return inside & (offset + count <= self.run)
 
@@ -146,7 +146,8 @@ class GlobalMemory:
             raise RaceError(f"two threads write the global byte at {writes.address[1:][twice][0]:#x}")
         if self._reads:
             reads = Log.together(self._reads)
-            at = np.minimum(np.searchsorted(writes.address, reads.address), len(writes.address) - 1)
+            last = np.int64(len(writes.address) - 1)
+            at = np.minimum(np.searchsorted(writes.address, reads.address), last)
             raced = reads.races_with(writes[at])
             if raced.any():
                 where = f"{reads.address[raced][0]:#x}"

@@ -157,11 +157,12 @@ def _shift(match: re.Match[str]) -> Operation:
     def compute(a: Bits, amount: Bits) -> Bits:
         x = as_type(a, kind)
         if kind[0] == "s":
-            with_sign: Bits = x >> np.minimum(amount, bits - 1).astype(x.dtype)
+            with_sign: Bits = x >> np.minimum(amount, np.uint32(bits - 1)).astype(x.dtype)
             return with_sign.view(UNSIGNED[bits])
         inside = (amount % bits).astype(x.dtype)
-        shifted = x << inside if name == "shl" else x >> inside
-        return np.where(amount < bits, shifted, 0).astype(UNSIGNED[bits])
+        shifted: Bits = x << inside if name == "shl" else x >> inside
+        result: Bits = np.where(amount < bits, shifted, np.zeros_like(shifted))
+        return result.view(UNSIGNED[bits])
 
     return Operation((bits, 32), bits, compute)
 
@@ -172,30 +173,32 @@ def _funnel_shift(match: re.Match[str]) -> Operation:
 
     def compute(low: Bits, high: Bits, amount: Bits) -> Bits:
         both = high.astype(np.uint64) << np.uint64(32) | low
-        by = (amount % 32 if wrap else np.minimum(amount, 32)).astype(np.uint64)
+        by = (amount % 32 if wrap else np.minimum(amount, np.uint32(32))).astype(np.uint64)
         shifted = both << by >> np.uint64(32) if left else both >> by
         return shifted.astype(np.uint32)
 
     return Operation((32, 32, 32), 32, compute)
 
 
-@family(r"bfe\.(s|u)32")
+@family(r"bfe\.(s|u)(32|64)")
 def _extract_field(match: re.Match[str]) -> Operation:
-    signed = match[1] == "s"
+    signed, width = match[1] == "s", int(match[2])
+    kind = UNSIGNED[width]
 
     def compute(a: Bits, start: Bits, length: Bits) -> Bits:
+        """Bits from `start` on, and above them zeros or the sign: the last bit of the field, or of a."""
         first, count = (start & 0xFF).astype(np.int64), (length & 0xFF).astype(np.int64)
-        x = a.view(np.int32).astype(np.int64) if signed else a.astype(np.int64)
-        field = x >> np.minimum(first, 63)
-        count = np.minimum(count, 32)
-        mask = (np.int64(1) << count) - 1
+        inside = np.minimum(np.maximum(width - first, np.int64(0)), count)
+        mask = np.where(inside < width, (kind(1) << (inside % width).astype(kind)) - kind(1), ~kind(0))
+        field: Bits = a >> np.minimum(first, np.int64(width - 1)).astype(kind) & mask
         if not signed:
-            return (field & mask).astype(np.uint32)
-        sign_at = np.clip(np.minimum(first + count - 1, 31), 0, 31)
-        negative = (x >> sign_at & 1 != 0) & (count > 0)
-        return np.where(negative, field & mask | ~mask, field & mask).astype(np.uint32)
+            return field
+        last = np.minimum(np.maximum(first + count, np.int64(1)), np.int64(width)) - 1
+        negative = (a >> last.astype(kind) & kind(1) != 0) & (count > 0)
+        extended: Bits = np.where(negative, field | ~mask, field)
+        return extended
 
-    return Operation((32, 32, 32), 32, compute)
+    return Operation((width, 32, 32), width, compute)
 
 
 @family(r"prmt\.b32")

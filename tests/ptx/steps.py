@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from .errors import BadAccessError, DivergenceError, UnknownInstructionError
-from .floats import Bits
 from .memory import Index
 from .operations import SIGNED, UNSIGNED, find_operation, pack, unpack
 from .parse import Address, Immediate, Instruction, Operand, Symbol
@@ -190,8 +189,8 @@ def _reduce_warp(batch: Batch, instruction: Instruction, guard: Mask, name: str,
     lanes = batch.everywhere(value.bits).view(kind).reshape(-1, WARP)
     function = REDUCTIONS[name]
     total = np.repeat(function.reduce(lanes, axis=1, dtype=kind), WARP).view(np.uint32)
-    missing: Bits = batch.everywhere(value.missing).reshape(-1, WARP).any(axis=1)
-    batch.write(target, Value(total, np.repeat(all_or_no_bits(missing, UNSIGNED[32]), WARP)), None)
+    missing = np.bitwise_or.reduce(batch.everywhere(value.missing).reshape(-1, WARP), axis=1)
+    batch.write(target, Value(total, np.repeat(all_or_no_bits(missing != 0, UNSIGNED[32]), WARP)), None)
 
 
 def _all_members(batch: Batch, members: Operand) -> None:

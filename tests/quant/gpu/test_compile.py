@@ -75,7 +75,7 @@ def test_sums_are_not_fused_and_subnormals_are_kept(target: str) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("odd_rows", [False, True])
 def test_a_product_and_its_rounding_to_fp16_are_apart(target: str, bits: int, odd_rows: bool) -> None:
-    """v_fma_mixlo_f16 is both, and adds +0.0: it makes +0.0 of -0.0. AMD's compiler chooses it for odd rows."""
+    """v_fma_mixlo_f16 does both, and makes +0.0 of -0.0. AMD's compiler would use it for odd rows."""
     report = gpu_compile.compile_variant(
         gpu_compile.decode_variant("fp16", bits, block_size=128, odd_rows=odd_rows), target
     )
