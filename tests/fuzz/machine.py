@@ -261,6 +261,7 @@ class Machine:
         return "done"
 
     def fail(self, plan: str, where: str, zero: str) -> str:
+        holds_back = self._holds_back  # not what the failed backward leaves behind
         self.net.fails_in = where
         try:
             self.backward(plan)
@@ -269,7 +270,6 @@ class Machine:
         finally:
             self.net.fails_in = None
         self.root.reset_iter_state()
-        holds_back = self._holds_back
         for unit in self.units:
             unit.drop_held_gradients()
         self._zero_grad(zero, holds_back)

@@ -94,7 +94,7 @@ def search(where: str) -> tuple[list[str], str | None, Outcome, Outcome]:
     for is_over in (False, True):
         losses: list[Tensor] = []
         # Whatever is chosen: two steps of each candidate, and not six.
-        with device.watch() as seen, patch.multiple(zeropp.auto, WARM_UP_STEPS=1, TIMED_STEPS=1):
+        with device.watch() as seen, patch.multiple(zeropp._auto, WARM_UP_STEPS=1, TIMED_STEPS=1):
             while (zpp.search.chosen is not None) is is_over and len(losses) < (2 if is_over else 100):
                 losses.append(step())
         means = [mean_over_ranks(loss.cpu()) for loss in losses]

@@ -91,7 +91,7 @@ def looks_away() -> AbstractContextManager[object]:
 def is_blind() -> AbstractContextManager[object]:
     faults = ExitStack()
     faults.enter_context(looks_away())
-    faults.enter_context(patch.object(NodeShard, "notice_operations", lambda node_shard: None))
+    faults.enter_context(patch.object(NodeShard, "_notice_operations", lambda node_shard: None))
     return faults
 
 
