@@ -35,11 +35,11 @@ class ZeroppCallback(TrainerCallback):
         trainer = Trainer(model, args, callbacks=[ZeroppCallback(zeropp.Config())], ...)
 
     Args:
-        config: a Config, or "auto"; the default is `zeropp.Config()`. overrides: Configs of single units, as
-        in `zeropp.apply`. others: other models sharded with FSDP2, such as the reference of DPO
-        (`trainer.ref_model`; in this case
-            add the callback with `trainer.add_callback`). With TRL's `sync_ref_model`, their weights are sent
-            again after each sync, and only then.
+        config: a Config, or "auto"; the default is `zeropp.Config()`.
+        overrides: Configs of single units, as in `zeropp.apply`.
+        others: other models sharded with FSDP2, such as the reference of DPO (`trainer.ref_model`; in this
+            case add the callback with `trainer.add_callback`). With TRL's `sync_ref_model`, their weights are
+            sent again after each sync, and only then.
     """
 
     def __init__(
