@@ -26,7 +26,7 @@ test: $(if $(TORCH),,lint docs)
 	$(MAKE) --jobs 2 $(if $(TORCH),,types) tests
 
 core: $(READY)
-	$(PYTEST) tests/comm tests/quant tests/test_*.py
+	$(PYTEST) tests/comm tests/cpu tests/fsdp2 tests/quant tests/test_*.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
