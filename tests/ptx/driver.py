@@ -37,7 +37,7 @@ MAX_THREADS = 1024
 INTEGERS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "u8": 8, "u16": 16, "u32": 32, "u64": 64}
 
 Change = Callable[[str], str]
-"""Of the PTX text, before it runs."""
+"""A change of the PTX text before it runs."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PtxDriver(GPUDriver):  # type: ignore[misc]
     change: Change = str
     current_device: int = 0
     only_last: int | None = None
-    """Of a grid, so many of the last programs are run; None: all."""
+    """Number of last programs of a grid to run; None: all."""
     runs: list[Run] = field(default_factory=list)
     loaded: tuple[str, str] = ("", "")
     """Hash and PTX of the kernel that Triton is about to load."""

@@ -20,7 +20,7 @@ Flags: TypeAlias = NDArray[Any]  # bool
 SHARED_START = 0x400
 """Address of the first shared byte: not 0, so that a zero is no address."""
 NOBODY, SEVERAL = -1, -2
-"""Of the thread that touched a byte."""
+"""Number of the thread that touched a byte."""
 
 
 def each_byte(start: Index, count: int) -> Index:

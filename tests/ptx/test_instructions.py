@@ -211,7 +211,7 @@ def test_shuffles(shuffle: str, expected: list[int]) -> None:
     [("max.u32", ALL_32), ("max.s32", 31), ("add.s32", 31 * 31 - 1 - 2), ("or.b32", ALL_32)],
 )
 def test_warp_reductions(name: str, expected: int) -> None:
-    """Of the lanes' numbers, with -1 in the place of 0; a second warp has its own result."""
+    """Reduce the lanes' numbers, with -1 in the place of 0; a second warp has its own result."""
     name = name.replace("b32", "u32")
     body = f"{LOAD} redux.sync.{name} %r9, %r4, -1;" + STORE
     words = [ALL_32, *LANES[1:]]

@@ -213,7 +213,7 @@ def test_the_stream_of_the_calling_thread(devices: PtxDriver, monkeypatch: pytes
 
 
 def test_an_access_beyond_a_tensor_is_seen() -> None:
-    """Of the whole way: a row that is shorter than the launch says."""
+    """Test the whole way with a row that is shorter than the launch declares."""
     source, out = torch.randn(2, 128), encoded_rows(2, 128)
     launch.encode(INT8, source, out)
     row = out[:1].expand(2, -1)  # of the second row, only the first one's bytes are there
