@@ -24,7 +24,7 @@ peers, never for the other thread or for a training thread. The globally oldest 
 rank, so it completes.
 
 [Note: Life of a thread]
-A comm thread ends when it has no transfer left; the next transfer starts another one. Whoever submits a
+A comm thread ends when it has no transfer left; the next transfer starts another one. The submitter of a
 transfer waits for it before the step ends, so nothing runs when a process group is destroyed, after
 `remove()` or at exit. After an error, transfers may still run. They complete: the other ranks send what they
 need before they wait for this rank. The exit waits up to half a minute for them, because a thread that
